@@ -16,5 +16,6 @@ files.py         atomic replacement and durable appends
 record_file.py   checksummed records in files
 eviction_order.py   LRU, LFU and FIFO orders
 procfs.py        readers of /proc
+threads.py       calls in threads that are waited for, and threads by purpose
 plugin_objects.py   the classes of configured plugins
 """

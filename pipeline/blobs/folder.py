@@ -10,7 +10,6 @@ is removed by a later one.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import fcntl
@@ -24,9 +23,10 @@ from pathlib import Path
 from pipeline.blobs.interface import MAX_LISTED, BlobInfo, BlobStore, Data, check_key, check_range, wrong_length
 from pipeline.errors import ConfigError, Conflict, NotFound, ResourceError, StarlingError, StorageUnavailable
 from pipeline.files import sync_directory, write_all
-from pipeline.threads import uninterrupted
+from pipeline.threads import Threads
 
 INCOMING = ".incoming"
+THREADS = 32  # for calls at once, which wait for a disk or a network
 ABANDONED_S = 3600.0  # age of a file in `.incoming` without a writer after which it is removed
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -44,6 +44,7 @@ class FolderStore(BlobStore):
         self._clock = clock
         self._has_swept = False
         self._making = threading.Lock()
+        self._threads = Threads("folder", THREADS)  # a directory that does not answer holds up this store alone
 
     def path(self, key: str) -> Path:
         """The file of a blob."""
@@ -53,14 +54,14 @@ class FolderStore(BlobStore):
         """Bytes of a blob."""
         path = self.path(key)
         with self._errors(path):
-            return (await asyncio.to_thread(path.stat)).st_size
+            return (await self._threads.run(path.stat)).st_size
 
     async def get(self, key: str, offset: int, nbytes: int) -> bytes:
         """Exactly `nbytes` bytes from `offset`."""
         check_range(offset, nbytes)
         path = self.path(key)
         with self._errors(path):
-            data = await asyncio.to_thread(_read, path, offset, nbytes)
+            data = await self._threads.run(_read, path, offset, nbytes)
         if len(data) != nbytes:
             raise wrong_length(str(path), offset, nbytes, len(data))
         return data
@@ -69,19 +70,23 @@ class FolderStore(BlobStore):
         """Place a blob, durably."""
         path = self.path(key)
         with self._errors(path):
-            await uninterrupted(self._put, path, data, replace)
+            await self._threads.uninterrupted(self._put, path, data, replace)
 
     async def scan(self, folder: str) -> list[BlobInfo]:
         """All blobs below `folder`, sorted by key."""
         path = self.path(folder)
         with self._errors(path):
-            return await asyncio.to_thread(lambda: sorted(self._below(path)))
+            return await self._threads.run(lambda: sorted(self._below(path)))
 
     async def delete(self, key: str) -> None:
         """Remove a blob. Idempotent."""
         path = self.path(key)
         with self._errors(path):
-            await asyncio.to_thread(path.unlink, True)
+            await self._threads.run(path.unlink, True)
+
+    async def close(self) -> None:
+        """Let the threads end."""
+        self._threads.close()
 
     def _put(self, path: Path, data: Data, replace: bool) -> None:
         incoming = self._root / INCOMING

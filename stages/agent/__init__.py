@@ -11,6 +11,7 @@ placement.py   one model: download, engine, restarts, end
 heartbeat.py   what the agent reports
 held_prefixes.py  the pages that its engines hold, and how that changes
 metrics.py     the same as Prometheus text
+disk_threads.py  the threads that wait for disks and engines
 engines/       the programs that compute
 downloads/     pieces of published models, from several sources at once
 peers/         pieces that agents give each other

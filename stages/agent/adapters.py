@@ -26,7 +26,7 @@ from pipeline.config.rules import MAX_ADAPTERS
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import Conflict, InvalidRequest, ModelNotFound, NotOnThisHost, ResourceError, StarlingError
 from pipeline.fleet.bodies import LoadModelRequest
-from pipeline.threads import uninterrupted
+from stages.agent.disk_threads import MODELS
 from stages.agent.downloads.adapter import AdapterSource, bring_adapter
 from stages.agent.downloads.model import Context
 from stages.agent.downloads.signed_store import SignedModels
@@ -171,7 +171,7 @@ class Adapters:
             await asyncio.shield(task)
         if not drop_cached:
             return
-        if not digest and (entry := await asyncio.to_thread(pulled_adapters.read, self._models_dir, name)) is not None:
+        if not digest and (entry := await MODELS.run(pulled_adapters.read, self._models_dir, name)) is not None:
             digest = entry.digest
         async with self._dropping:
             if digest in self.digests:
@@ -179,7 +179,7 @@ class Adapters:
                     f"the file of {name!r} is that of another loaded adapter; unload that first", "drop_cached"
                 )
             if digest:
-                await uninterrupted(self._context.cache.remove_adapter, digest)
+                await MODELS.uninterrupted(self._context.cache.remove_adapter, digest)
 
     async def _unload(self, name: str, load: AdapterLoad) -> None:
         load.task.cancel()
@@ -268,7 +268,7 @@ class Adapters:
                 if isinstance(error, ModelNotFound) and self._reads_blobs:
                     raise ModelNotFound(error.message, "model_id") from None
                 failure = failure or error
-        entry = await asyncio.to_thread(pulled_adapters.read, self._models_dir, name)
+        entry = await MODELS.run(pulled_adapters.read, self._models_dir, name)
         if entry is not None:
             return entry
         raise failure or NotOnThisHost(

@@ -23,6 +23,7 @@ from pipeline.fleet.bodies import (
     PrefixUpdate,
 )
 from stages.agent.cache.page_cache import resident_fraction
+from stages.agent.disk_threads import LOOKS
 from stages.agent.engines import local_model
 from stages.agent.engines.standby import free_memory
 from stages.agent.held_prefixes import PrefixLog, read_names
@@ -124,7 +125,7 @@ class Reporter:
         return _reported(look) if look is not None and placement.state == "READY" else 0.0
 
     async def _look_at_files(self) -> None:
-        self._cached, self._disk_free, self._disk_problem = await asyncio.to_thread(self._look)
+        self._cached, self._disk_free, self._disk_problem = await LOOKS.run(self._look)
 
     def reasons(self) -> list[str]:
         """Why the agent is degraded."""
@@ -161,7 +162,7 @@ class Reporter:
             if one is None or folder is None:
                 continue
             incarnation = self._incarnation_of(one)
-            held = await asyncio.to_thread(read_names, folder)
+            held = await LOOKS.run(read_names, folder)
             log = self._prefixes.get(name)
             if log is None or log.incarnation != incarnation:
                 log = self._prefixes[name] = PrefixLog(incarnation)

@@ -35,10 +35,10 @@ from pipeline.errors import (
     StarlingError,
 )
 from pipeline.fleet.bodies import LoadModelRequest, SignedUrls, WantedUrls
-from pipeline.threads import uninterrupted
 from stages.agent.adapters import Adapters
 from stages.agent.cache.eviction import Bounds
 from stages.agent.cache.model_cache import ModelCache
+from stages.agent.disk_threads import ENGINES, MODELS
 from stages.agent.downloads.arriving import Showcase, remove_showcase
 from stages.agent.downloads.bandwidth import Bandwidth
 from stages.agent.downloads.model import Arrival, Context, Exchange, download_model
@@ -280,7 +280,7 @@ class Models:
             if not drop_cached or name in self.other_engines:  # whose files are not the agent's
                 return
             # Under the lock: a model that is placed between the question and the removal would lose its files.
-            record = await asyncio.to_thread(pulled.read, self.cache.models_dir, name)
+            record = await MODELS.run(pulled.read, self.cache.models_dir, name)
             known = placement.entry.digest if placement is not None else ""
             digest = known or (record.entry.digest if record is not None else "")
             if digest in self.pinned:
@@ -288,7 +288,7 @@ class Models:
                     f"the files of {name!r} are those of another loaded model; unload that first", "drop_cached"
                 )
             if digest:
-                await asyncio.to_thread(self.cache.remove, digest)
+                await MODELS.run(self.cache.remove, digest)
 
     async def stop(self) -> None:
         """End all engines. They stay stored: the next agent loads them again."""
@@ -348,7 +348,7 @@ class Models:
             return
         begun = time.monotonic()
         home = self._home_of(entry.name)
-        await uninterrupted(remove_showcase, home)  # of an agent that was killed
+        await ENGINES.uninterrupted(remove_showcase, home)  # of an agent that was killed
         is_streamed = self._streams_layers(entry.name) and not placement.adapters
         showcase = Showcase(home, placement.note_arriving) if is_streamed else None
         stores = (self._signed.stores_of(entry) if self._signed is not None else []) or self._stores
@@ -384,7 +384,7 @@ class Models:
     async def _find(self, name: str) -> Source:
         """The entry, from the first store that answers; without one, of the files that are here."""
         if engine := self.other_engines.get(name):
-            return await asyncio.to_thread(local_model.find, engine, self._home_of(name))
+            return await ENGINES.run(local_model.find, engine, self._home_of(name))
         failure: StarlingError | None = None
         for store in self._stores:
             try:
@@ -393,8 +393,8 @@ class Models:
                 if isinstance(error, ModelNotFound) and self._reads_blobs:
                     raise ModelNotFound(error.message, "model_id") from None
                 failure = failure or error
-        record = await asyncio.to_thread(pulled.read, self.cache.models_dir, name)
-        if record is not None and await asyncio.to_thread(pulled.is_complete, self.cache.models_dir, record.entry):
+        record = await MODELS.run(pulled.read, self.cache.models_dir, name)
+        if record is not None and await MODELS.run(pulled.is_complete, self.cache.models_dir, record.entry):
             if failure is not None:
                 log.warning("the blob store does not answer: a model is loaded from the cache", extra={"model": name})
             return record.entry

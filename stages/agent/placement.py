@@ -29,6 +29,7 @@ from pipeline.catalog.entry import Entry
 from pipeline.errors import Conflict, ModelUnavailable, StarlingError
 from pipeline.fleet.bodies import ModelState, Progress
 from pipeline.supervise.restart_policy import RestartPolicy
+from stages.agent.disk_threads import ENGINES, MODELS
 from stages.agent.downloads.adapter import digest_of
 from stages.agent.downloads.remaining import Remaining
 from stages.agent.engines.interface import AdapterFile, AdapterUse, Capabilities, Engine, EngineDied, Queue
@@ -249,10 +250,9 @@ class Placement:
     async def _check_files(self) -> None:
         """Before a start: an adapter whose file is missing or damaged must not end the engine of all others."""
         for one in list(self.adapters.values()):
-            if await asyncio.to_thread(digest_of, one.path) != one.digest and self.adapters.get(one.name) == one:
-                self._refuse(
-                    one, "its file on this host is damaged or missing: it is fetched again when it is asked for"
-                )
+            if await MODELS.run(digest_of, one.path) != one.digest and self.adapters.get(one.name) == one:
+                reason = "its file on this host is damaged or missing: it is fetched again when it is asked for"
+                self._refuse(one, reason)
 
     def _refuse(self, one: AdapterFile, reason: str) -> None:
         self.adapters.pop(one.name, None)
@@ -365,7 +365,7 @@ class Placement:
 
     async def _released(self, download: Download) -> None:
         await asyncio.wait([download])
-        await asyncio.to_thread(self._release)
+        await ENGINES.run(self._release)
 
     def _brought(self, download: Download) -> None:
         if not download.cancelled():

@@ -35,6 +35,7 @@ from pipeline.fleet import token as tokens
 from pipeline.fleet.peer_tls import PeerTls, boot_clock, open_tls
 from pipeline.runtime import run_dir
 from pipeline.runtime.service_watchdog import watched
+from stages.agent.disk_threads import ENGINES, STATE
 from stages.agent.doors import Doors, Factory, Server, end_refused
 from stages.agent.downloads.arriving import remove_showcase
 from stages.agent.downloads.signed_store import SignedModels
@@ -92,8 +93,8 @@ class AgentStage:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, ending.set)
-        await asyncio.to_thread(self._fence)
-        await asyncio.to_thread(self._write)
+        await ENGINES.run(self._fence)
+        await STATE.run(self._write)
         agent = self.config.fleet.agent
         engines_config = self.config
         tls, is_plain = self._tls, bool(self._token)

@@ -19,6 +19,7 @@ import msgspec
 
 from pipeline.files import replace_file
 from shm.decoding import DECODE_ERRORS
+from stages.agent.disk_threads import STATE
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,4 +75,4 @@ class StateFile:
             self._is_due = False
             stored = msgspec.structs.replace(self._stored, models=self._names())
             with contextlib.suppress(OSError):  # a restart then loads fewer models
-                await asyncio.to_thread(write_stored, self._agent_dir, stored)
+                await STATE.run(write_stored, self._agent_dir, stored)

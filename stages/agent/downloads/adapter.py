@@ -6,7 +6,6 @@ bytes; one that is here and differs is fetched again.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import os
@@ -20,7 +19,7 @@ from pipeline.catalog import pulled_adapters
 from pipeline.catalog.adapter_entry import AdapterEntry
 from pipeline.errors import ConfigError, NotFound, StarlingError
 from pipeline.files import make_directory
-from pipeline.threads import uninterrupted
+from stages.agent.disk_threads import MODELS
 from stages.agent.downloads.model import Context, locked
 from stages.agent.downloads.part_file import disk_error
 
@@ -48,19 +47,19 @@ async def bring_adapter(
     models_dir = context.cache.models_dir
     path = pulled_adapters.file_path(models_dir, entry.digest)
     async with locked(models_dir, entry.digest, context.sleep):
-        is_here = await asyncio.to_thread(digest_of, path) == entry.digest
+        is_here = await MODELS.run(digest_of, path) == entry.digest
         if not is_here:
-            await asyncio.to_thread(context.cache.make_room_for_adapter, entry, {*pinned(), entry.digest})
+            await MODELS.run(context.cache.make_room_for_adapter, entry, {*pinned(), entry.digest})
         try:
             # Before the file: a process that is killed leaves none that no entry names.
-            await uninterrupted(context.cache.record_adapter, entry, {*pinned(), entry.digest})
+            await MODELS.uninterrupted(context.cache.record_adapter, entry, {*pinned(), entry.digest})
         except OSError as error:
             raise disk_error(error, path, 0) from None
         if not is_here:
             try:
                 await _fetch(context, entry, sources, path)
             except StarlingError:
-                await uninterrupted(context.cache.remove_adapter, entry.digest)
+                await MODELS.uninterrupted(context.cache.remove_adapter, entry.digest)
                 raise
     return path
 
@@ -73,7 +72,7 @@ async def _fetch(context: Context, entry: AdapterEntry, sources: Sequence[Adapte
         for source in sources:
             try:
                 if await _receive(context, entry, source, part) == entry.digest:
-                    await uninterrupted(_place, part, path)
+                    await MODELS.uninterrupted(_place, part, path)
                     return
                 failure = ConfigError(
                     f"{source.name}/{entry.key} does not have the SHA-256 in its name: remove the adapter with "
@@ -86,7 +85,7 @@ async def _fetch(context: Context, entry: AdapterEntry, sources: Sequence[Adapte
                 raise disk_error(error, path, entry.bytes) from None
     finally:
         with contextlib.suppress(OSError):
-            await uninterrupted(partial(part.unlink, missing_ok=True))
+            await MODELS.uninterrupted(partial(part.unlink, missing_ok=True))
     raise failure
 
 
@@ -95,18 +94,18 @@ async def _receive(context: Context, entry: AdapterEntry, source: AdapterSource,
     found = hashlib.sha256()
     opened = contextlib.ExitStack()  # also closes what is opened for a caller that is cancelled meanwhile
     try:
-        file = await uninterrupted(lambda: opened.enter_context(_open(part)))
+        file = await MODELS.uninterrupted(lambda: opened.enter_context(_open(part)))
         for offset in range(0, entry.bytes, CHUNK_BYTES):
             nbytes = min(CHUNK_BYTES, entry.bytes - offset)
             if delay_s := context.bandwidth.delay_s(nbytes):
                 await context.sleep(delay_s)
             data = await retried(lambda at=offset, n=nbytes: source.read(at, n), sleep=context.sleep)  # type: ignore[misc]
-            await uninterrupted(file.write, data)
+            await MODELS.uninterrupted(file.write, data)
             found.update(data)
-        await uninterrupted(file.flush)
-        await uninterrupted(os.fsync, file.fileno())
+        await MODELS.uninterrupted(file.flush)
+        await MODELS.uninterrupted(os.fsync, file.fileno())
     finally:
-        await uninterrupted(opened.close)
+        await MODELS.uninterrupted(opened.close)
     return found.hexdigest()
 
 

@@ -19,9 +19,9 @@ from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 
 from pipeline.files import make_directory
-from pipeline.threads import uninterrupted
 from shm.arrival import ArrivalWriter, arrival_path
 from shm.checkpoint import PIECE_BYTES, VERSION, CheckpointError, Index
+from stages.agent.disk_threads import MODELS
 
 log = logging.getLogger("starling.download")
 
@@ -51,7 +51,7 @@ class Showcase:
         """
         try:
             # Cancelled, it ends first: the folder is removed by what has cancelled it.
-            writer = await uninterrupted(self._make, part, index, raw)
+            writer = await MODELS.uninterrupted(self._make, part, index, raw)
         except (OSError, CheckpointError) as error:
             log.warning("layers are computed after the download", extra={"reason": str(error)})
             yield lambda: None

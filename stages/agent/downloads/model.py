@@ -27,9 +27,9 @@ from pipeline.catalog.entry import Entry
 from pipeline.errors import ConfigError, DiskFailed, NotFound, StarlingError, StorageUnavailable
 from pipeline.files import replace_file
 from pipeline.models import locks
-from pipeline.threads import uninterrupted
 from shm.checkpoint import PIECE_BYTES, CheckpointError, Index, load_index, piece_checksum
 from stages.agent.cache.model_cache import ModelCache, lock_path
+from stages.agent.disk_threads import MODELS
 from stages.agent.downloads.arriving import Showcase
 from stages.agent.downloads.bandwidth import Bandwidth
 from stages.agent.downloads.part_file import PartFile, disk_error
@@ -96,18 +96,18 @@ async def download_model(
     models_dir = context.cache.models_dir
     index_path = models_dir / f"{entry.digest}.idx"
     async with locked(models_dir, entry.digest, context.sleep):
-        here = await uninterrupted(pulled.index_of, models_dir, entry)
-        if here is not None and not verify and await uninterrupted(pulled.is_best, models_dir, entry, here):
-            await uninterrupted(_record, models_dir, entry, False)
+        here = await MODELS.uninterrupted(pulled.index_of, models_dir, entry)
+        if here is not None and not verify and await MODELS.uninterrupted(pulled.is_best, models_dir, entry, here):
+            await MODELS.uninterrupted(_record, models_dir, entry, False)
             return Arrival(index_path, None, [])
         raw, index = await _fetch_index(entry, stores, context)
         if here is not None and (not verify or await _is_right(index_path.with_suffix(".bin"), index, progress)):
-            is_replaced = await uninterrupted(_renew, index_path, here, index, raw, entry, loaded)
+            is_replaced = await MODELS.uninterrupted(_renew, index_path, here, index, raw, entry, loaded)
             return Arrival(index_path, None, [], is_replaced)
-        await uninterrupted(_check_loaded, entry, index, loaded)
+        await MODELS.uninterrupted(_check_loaded, entry, index, loaded)
         kept = {*pinned(), entry.digest}
         try:
-            evicted = await asyncio.to_thread(context.cache.make_room, entry.digest, entry.nbytes, kept)
+            evicted = await MODELS.run(context.cache.make_room, entry.digest, entry.nbytes, kept)
         except OSError as error:
             raise disk_error(error, models_dir, entry.nbytes) from None
         sources: list[Source] = [StoreSource(store, entry) for store in stores]
@@ -133,7 +133,7 @@ async def download_model(
             ):
                 report = await transfer.run()
                 reports.advance()  # of a file that was here already
-                await uninterrupted(_place, part, index_path, raw, entry, here is None)
+                await MODELS.uninterrupted(_place, part, index_path, raw, entry, here is None)
         return Arrival(index_path, report, evicted)
 
 
@@ -142,9 +142,9 @@ async def _part(path: Path, nbytes: int) -> AsyncIterator[PartFile]:
     """The unfinished file. Some file systems reserve its size block by block, and write it when it is closed."""
     opened = contextlib.ExitStack()  # also closes what is opened for a caller that is cancelled meanwhile
     try:
-        yield await uninterrupted(lambda: opened.enter_context(PartFile(path, nbytes)))
+        yield await MODELS.uninterrupted(lambda: opened.enter_context(PartFile(path, nbytes)))
     finally:
-        await uninterrupted(opened.close)
+        await MODELS.uninterrupted(opened.close)
 
 
 @contextlib.asynccontextmanager
@@ -271,7 +271,7 @@ async def _fetch_index(entry: Entry, stores: list[BlobStore], context: Context) 
         for store in list(asked):
             try:
                 raw = await store.get(entry.index_key, 0, entry.index_bytes)
-                return raw, await asyncio.to_thread(_checked_index, raw, entry, store.address, context.cache)
+                return raw, await MODELS.run(_checked_index, raw, entry, store.address, context.cache)
             except DiskFailed:  # it is this machine's, not the store's
                 raise
             except StorageUnavailable as error:
@@ -314,12 +314,12 @@ async def locked(models_dir: Path, digest: str, sleep: Sleep) -> AsyncIterator[N
     path = lock_path(models_dir, digest)
     held: list[int] = []  # the descriptor; also of a caller that is cancelled while it is opened
     try:
-        while not await uninterrupted(_take, path, held):
+        while not await MODELS.uninterrupted(_take, path, held):
             await sleep(LOCK_POLL_S)
         yield
     finally:
         for fd in held:
-            await uninterrupted(locks.release, fd, path)
+            await MODELS.uninterrupted(locks.release, fd, path)
 
 
 def _take(path: Path, held: list[int]) -> bool:

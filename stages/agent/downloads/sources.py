@@ -12,7 +12,6 @@ row end its use.  They are preferred to a store that would answer somewhat earli
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from pipeline.blobs.retry import delay_s
 from pipeline.catalog.entry import Entry
 from pipeline.errors import NotFound, StarlingError, StorageUnavailable
 from shm.checkpoint import PIECE_BYTES
+from stages.agent.disk_threads import MODELS
 
 # Expected bytes/s before the first measurement.
 LOCAL = 1e9
@@ -98,7 +98,7 @@ class FileSource:
     async def read(self, offset: int, nbytes: int) -> bytes:
         """Exactly these bytes. Raises `NotFound`, `StorageUnavailable`."""
         try:
-            data = await asyncio.to_thread(self._read, offset, nbytes)
+            data = await MODELS.run(self._read, offset, nbytes)
         except FileNotFoundError:
             raise NotFound(f"{self.name} does not exist") from None
         except OSError as error:

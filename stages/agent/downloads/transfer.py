@@ -18,8 +18,8 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from pipeline.errors import StarlingError, StorageUnavailable
-from pipeline.threads import uninterrupted
 from shm.checkpoint import piece_checksum
+from stages.agent.disk_threads import MODELS
 from stages.agent.downloads.bandwidth import Bandwidth
 from stages.agent.downloads.concurrency import AdaptiveLimit
 from stages.agent.downloads.part_file import PartFile
@@ -170,7 +170,7 @@ class Transfer:
         """The pieces that an earlier transfer has left. No progress: it would be the speed of the disk."""
         at, found = 0, set()
         while at < self._file.nbytes:
-            piece, at = await uninterrupted(self._file.next_present, at, self._checksums)
+            piece, at = await MODELS.uninterrupted(self._file.next_present, at, self._checksums)
             if piece >= 0:
                 found.add(piece)
                 self._done += self._file.piece_range(piece)[1]
@@ -382,5 +382,5 @@ class Transfer:
             )
             return _Result(piece, source, seconds, nbytes, damaged, is_damaged=True)
         if piece not in self._pieces.present:
-            await uninterrupted(self._file.write, piece, data)
+            await MODELS.uninterrupted(self._file.write, piece, data)
         return _Result(piece, source, seconds, nbytes, None)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pipeline.errors import ConfigError
 from pipeline.runtime.process import PARENT_VARIABLE
+from stages.agent.disk_threads import ENGINES
 from stages.agent.engines.log_file import LogFile
 
 KEPT_LINES = 40
@@ -116,7 +117,7 @@ class Child:
             await asyncio.wait([self._reader])
         if self._log_file is not None:
             self._log_file.close()
-            await asyncio.to_thread(self._log_file.wait, END_S)
+            await ENGINES.run(self._log_file.wait, END_S)
 
     def last_words(self) -> str:
         """Of what it has written last, the first error, or else the last line: for a message."""

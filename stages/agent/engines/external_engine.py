@@ -28,8 +28,8 @@ from pipeline.errors import ResourceError
 from pipeline.files import make_directory
 from pipeline.fleet.records import advertised_host
 from pipeline.runtime.process import EXIT_CONFIG
-from pipeline.threads import uninterrupted
 from shm.decoding import DECODE_ERRORS
+from stages.agent.disk_threads import ENGINES
 from stages.agent.engines.child import Child
 from stages.agent.engines.dialect import Dialect
 from stages.agent.engines.door.door import Door
@@ -95,9 +95,9 @@ class ExternalEngine(Engine):
 
     async def start(self) -> None:
         """Fence what an earlier one has left, start the program, and open the door."""
-        await uninterrupted(self._fence)  # in a thread that went on it would meet the next engine of this home
+        await ENGINES.uninterrupted(self._fence)  # in a thread that went on it would meet the next engine of this home
         try:
-            await uninterrupted(make_directory, self._home)
+            await ENGINES.uninterrupted(make_directory, self._home)
         except OSError as error:
             raise ResourceError(f"{self._home} cannot be made: {error.strerror}; check the disk") from None
         port = self._free_port()
@@ -195,7 +195,7 @@ class ExternalEngine(Engine):
         if self._listening is not None:
             await self._listening.close()
             self._listening = None
-        await asyncio.to_thread(self._fence)
+        await ENGINES.run(self._fence)
 
     async def _exit(self) -> EngineDied:
         assert self._child is not None

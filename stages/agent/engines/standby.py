@@ -28,6 +28,7 @@ from pipeline import cgroup, procfs
 from pipeline.errors import ConfigError
 from pipeline.fleet.standby import MARK_VARIABLE, WAITING
 from pipeline.runtime.code_stamp import code_stamp
+from stages.agent.disk_threads import ENGINES
 from stages.agent.engines.child import Child
 
 log = logging.getLogger("starling.agent")
@@ -116,7 +117,7 @@ class Standby:
         """One for the engine that starts, those first that have imported everything. None: it starts by itself."""
         if not self._engines or self._is_distrusted:
             return None
-        code = await asyncio.to_thread(self._code)
+        code = await ENGINES.run(self._code)
         # No engine of the pool is in two hands: nothing is awaited from here on.
         for one in self._engines:
             one.is_outdated |= one.code != code
@@ -198,7 +199,7 @@ class Standby:
         )
 
     async def _start(self) -> None:
-        given_up, code = self._given_up, await asyncio.to_thread(self._code)
+        given_up, code = self._given_up, await ENGINES.run(self._code)
         engine = StandbyEngine(self._command, self._env, self._cwd, code)
         try:
             await engine.child.start()

@@ -31,10 +31,10 @@ from pipeline.fleet.records import advertised_host
 from pipeline.fleet.standby import MARK_VARIABLE, Home
 from pipeline.ipc.control_asyncio import ask
 from pipeline.runtime.process import EXIT_CONFIG
-from pipeline.threads import uninterrupted
 from shm.checkpoint import CheckpointError, load_index
 from shm.decoding import DECODE_ERRORS
 from shm.pages import NUMERICS
+from stages.agent.disk_threads import ENGINES
 from stages.agent.engines.child import Child
 from stages.agent.engines.fence import fence, write_mark
 from stages.agent.engines.http_session import HttpSession
@@ -109,15 +109,16 @@ class StarlingEngine(Engine):
         if self._kernels is not None:
             await self._kernels.interrupt()
         # A fence in a thread that went on would meet the next engine of this home. What it ends is no standby engine.
-        standby, fenced = await asyncio.gather(self._claim(), uninterrupted(self._fence), return_exceptions=True)
+        fencing = ENGINES.uninterrupted(self._fence)
+        standby, fenced = await asyncio.gather(self._claim(), fencing, return_exceptions=True)
         if isinstance(standby, BaseException):
             raise standby
         if isinstance(fenced, BaseException):
             raise fenced
         port = self._free_port()
         self.key = secrets.token_urlsafe(24)
-        await uninterrupted(self._prepare, port, standby.mark if standby is not None else "")
-        self.capabilities = await uninterrupted(self._promises)
+        await ENGINES.uninterrupted(self._prepare, port, standby.mark if standby is not None else "")
+        self.capabilities = await ENGINES.uninterrupted(self._promises)
         self.url = f"http://{advertised_host(self._config.fleet.agent)}:{port}"
         if standby is not None:
             line = msgspec.json.encode(Home(str(self._home), str(self._home / "starling.json")))
@@ -233,7 +234,7 @@ class StarlingEngine(Engine):
         if self._child is not None:
             drain_s = self._config.server.drain_timeout_ms / 1000
             await self._child.stop(0.0 if at_once else drain_s + STOP_MARGIN_S)
-        await asyncio.to_thread(self._fence)
+        await ENGINES.run(self._fence)
 
     async def load_adapter(self, added: AdapterFile, within_s: float) -> None:
         """Load a version of the model with one adapter more; its weights are shared."""

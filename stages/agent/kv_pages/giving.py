@@ -7,7 +7,6 @@ is a secret of this agent: nothing else opens a page, and no agent can ask for o
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from pipeline.fleet.bodies import (
 from pipeline.ipc import control
 from shm.arena import ArenaError
 from shm.sent_pages import IDENTITY_BYTES
+from stages.agent.disk_threads import PAGES
 from stages.agent.kv_pages.arena_pages import FoundPages, find_pages
 from stages.agent.models import Models
 
@@ -98,9 +98,7 @@ class Giver:
         folder, run_dir = (engine.kv_arenas, engine.control_dir) if engine is not None else (None, None)
         if folder is None or run_dir is None:
             raise NotFound(f"the engine of {model!r} gives no KV pages")
-        return await asyncio.to_thread(
-            control.call, run_dir, "kv", {**call, "model": placement.model_id}, CALL_S
-        ), folder
+        return await PAGES.run(control.call, run_dir, "kv", {**call, "model": placement.model_id}, CALL_S), folder
 
     @staticmethod
     async def _find(
@@ -113,7 +111,7 @@ class Giver:
     ) -> FoundPages:
         path = folder / Path(str(found["arena"])).name
         try:
-            return await asyncio.to_thread(find_pages, path, found["digest"], tails, max_bytes, lowest)
+            return await PAGES.run(find_pages, path, found["digest"], tails, max_bytes, lowest)
         except (OSError, ArenaError, ValueError) as error:
             raise InternalError(f"the KV pages of {model!r} cannot be read: {error}") from None
 

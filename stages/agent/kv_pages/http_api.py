@@ -31,6 +31,7 @@ from pipeline.fleet.bodies import (
     decode_request,
 )
 from pipeline.fleet.peer_tls import peer_of
+from stages.agent.disk_threads import PAGES
 from stages.agent.downloads.bandwidth import Bandwidth
 from stages.agent.kv_pages.giving import Giver
 from stages.agent.kv_pages.taking import Taker
@@ -80,7 +81,7 @@ class KvPageApi:
         self._sending += 1
         try:
             async with asyncio.timeout(SEND_S):
-                while (part := await asyncio.to_thread(next, parts, b"")) != b"":
+                while (part := await PAGES.run(next, parts, b"")) != b"":
                     if wait := self._bandwidth.delay_s(len(part)):
                         await asyncio.sleep(wait)
                     if not response.prepared:

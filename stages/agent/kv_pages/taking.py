@@ -27,6 +27,7 @@ from pipeline.fleet.bodies import TakePagesRequest, TakePagesResponse, TakePrefi
 from pipeline.fleet.peer_tls import PeerTls
 from pipeline.ipc import control
 from shm.sent_pages import MAX_OF_TENANT, TENANT_SHARE
+from stages.agent.disk_threads import PAGES
 from stages.agent.engines.http_session import HttpSession
 from stages.agent.models import Models
 
@@ -114,7 +115,7 @@ class Taker:
                 os.close(memory)
 
         # The thread ends by itself, also if nothing waits for it any more: until then the descriptor is its own.
-        answer = await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, offer))
+        answer = await asyncio.shield(PAGES.run(offer))
         return int(answer["pages"])
 
     async def _receive(self, asked: TakePagesRequest | TakePrefixesRequest, memory: int) -> None:

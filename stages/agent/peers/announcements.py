@@ -19,6 +19,7 @@ from pipeline.coordination.interface import MAX_CHANGES, Change, CoordinationSto
 from pipeline.errors import StorageUnavailable
 from pipeline.fleet.records import VERSION, AgentRecord, check_agent_id, encode
 from shm.decoding import DECODE_ERRORS
+from stages.agent.disk_threads import MODELS
 from stages.agent.peers.holdings import FileKey, Holdings
 
 log = logging.getLogger("starling.agent.pieces")
@@ -93,7 +94,7 @@ class Announcements:
             return
         if lease != self._lease_id:
             self._lease_id, self._written = lease, set()
-        wanted = set((await asyncio.to_thread(self._holdings.keys))[:MAX_FILES])
+        wanted = set((await MODELS.run(self._holdings.keys))[:MAX_FILES])
         value = encode(self._record)
         todo = [(key, value) for key in wanted - self._written] + [(key, None) for key in self._written - wanted]
         for at in range(0, len(todo), MAX_CHANGES):

@@ -19,6 +19,7 @@ from pipeline.config.schema import AgentConfig
 from pipeline.errors import NotFound, Overloaded, StorageUnavailable
 from pipeline.fleet.records import check_agent_id
 from shm.checkpoint import PIECE_BYTES
+from stages.agent.disk_threads import PEERS
 from stages.agent.downloads.bandwidth import Bandwidth
 from stages.agent.peers.client import ASKING
 from stages.agent.peers.holdings import FileKey, Holdings
@@ -55,7 +56,7 @@ class PieceApi:
         asking = request.headers.get(ASKING, "")
         if not check_agent_id(asking):
             holdings.note_question(key, asking)
-        found = await asyncio.to_thread(holdings.state, key)
+        found = await PEERS.run(holdings.state, key)
         return web.Response(body=to_json(found), content_type=CONTENT_TYPE)
 
     async def piece(self, request: web.Request) -> web.StreamResponse:
@@ -69,7 +70,7 @@ class PieceApi:
         self._asked += 1
         try:
             async with self._sending:
-                data = await asyncio.to_thread(holdings.read, _key(request), int(request.match_info["piece"]))
+                data = await PEERS.run(holdings.read, _key(request), int(request.match_info["piece"]))
                 return await self._sent(request, data)
         finally:
             self._asked -= 1
