@@ -276,17 +276,18 @@ class Models:
                 self._file.changed()
                 self._restoration.room_was_made()
             self._restoration.unloaded(name)
-            await self._file.finish()
-            if not drop_cached or name in self.other_engines:  # whose files are not the agent's
-                return
+        # Before the answer: else a successor of a killed agent would load what its caller has been told is unloaded.
+        # Not under the lock: other models do not wait for that disk.
+        await self._file.finish()
+        if not drop_cached or name in self.other_engines:  # whose files are not the agent's
+            return
+        async with self._changing:
             # Under the lock: a model that is placed between the question and the removal would lose its files.
             record = await MODELS.run(pulled.read, self.cache.models_dir, name)
             known = placement.entry.digest if placement is not None else ""
             digest = known or (record.entry.digest if record is not None else "")
             if digest in self.pinned:
-                raise Conflict(
-                    f"the files of {name!r} are those of another loaded model; unload that first", "drop_cached"
-                )
+                raise Conflict(f"the files of {name!r} are those of a loaded model; unload that first", "drop_cached")
             if digest:
                 await MODELS.run(self.cache.remove, digest)
 

@@ -111,6 +111,46 @@ async def test_requests_that_change_models_leave_the_event_loop_to_others(
     await models.stop()
 
 
+async def test_other_models_do_not_wait_for_the_disk_of_an_unload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own answer does, and the removal of its files: a successor must not load what is said to be unloaded."""
+    begun, may_end = threading.Event(), threading.Event()
+    write = state_file.write_stored
+    removed: list[tuple[str, ...]] = []
+
+    def write_late(agent_dir: Path, stored: Stored) -> None:
+        begun.set()
+        assert may_end.wait(60)
+        write(agent_dir, stored)
+
+    def remove(digest: str) -> bool:
+        removed.append(tuple(sorted(stored_in(tmp_path))))
+        return True
+
+    models = made(tmp_path, monkeypatch)
+    monkeypatch.setattr(models.cache, "remove", remove)
+    await models.place(LoadModelRequest(model_id="m"))
+    monkeypatch.setattr(state_file, "write_stored", write_late)
+    unloading = asyncio.create_task(models.unload("m", drop_cached=True))
+    await until(begun.is_set)
+    placing = asyncio.create_task(models.place(LoadModelRequest(model_id="n")))
+    stopping = asyncio.create_task(models.unload("o", drop_cached=False))
+    try:
+        await until(lambda: [one.model_id for one in models.placed] == ["n"])
+        assert not any(one.done() for one in (unloading, placing, stopping))
+        assert stored_in(tmp_path) == {"m"} and removed == []
+    finally:
+        may_end.set()
+    with pytest.raises(Conflict, match="are those of a loaded model"):  # all models of this test have the same files
+        await unloading
+    await asyncio.gather(placing, stopping)
+    assert stored_in(tmp_path) == {"n"}
+    await models.unload("n", drop_cached=True)
+    assert removed == [()]
+    await models.stop()
+
+
 class Refusing:
     """The catalog and the pauses of a restoration: names are refused with their error until it is taken back."""
 
