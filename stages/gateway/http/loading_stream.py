@@ -3,7 +3,8 @@
     : loading MODEL: PHASE (3 s)
 
 A request whose answer begins, or that is refused, within `QUIET_S` is answered as any other.  After that the response
-begins with the comments, so that an error can only be an event; it is the last one.
+begins with the comments, so that an error can only be an event; it is the last one.  That of /v1/responses comes after
+the opening events: OpenAI's client accepts no other one before them.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from typing import Any, TypeVar
 
 from aiohttp import HttpVersion11, web
 
-from pipeline.api import sse
+from pipeline.api import response_context, sse
 from pipeline.api.error_response import anthropic_error, error_event
 from pipeline.api.json_body import to_json
+from pipeline.api.output_tokens import RELAY
 from pipeline.api.request_name import HEADER as NAME
+from pipeline.api.request_name import RequestName
 from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.errors import StarlingError
+from stages.gateway.endpoints.response_events import refused_events
+from stages.gateway.http.context import SERVICE, STATE
 
 T = TypeVar("T")
 
@@ -39,11 +44,12 @@ async def begin_stream(request: web.Request, name: str = "") -> web.StreamRespon
 class LoadingStream:
     """One stream. `response` is set from the first comment until it is taken."""
 
-    def __init__(self, request: web.Request, name: str, describe: Callable[[], str]) -> None:
-        """`name`: the request's id. `describe` returns what is being waited for."""
+    def __init__(self, request: web.Request, name: RequestName, model: str, describe: Callable[[], str]) -> None:
+        """`name`: of the request. `model`: as answers name it. `describe` returns what is being waited for."""
         self.response: web.StreamResponse | None = None
         self._request = request
         self._name = name
+        self._model = model
         self._describe = describe
         self._loop = asyncio.get_running_loop()
         self._begun = self._loop.time()
@@ -65,7 +71,7 @@ class LoadingStream:
         await asyncio.wait({awaited}, timeout=max(0.0, self._quiet_until - self._loop.time()))
         while not awaited.done():
             if self.response is None:
-                self.response = await begin_stream(self._request, self._name)
+                self.response = await begin_stream(self._request, self._name.id)
             await self.response.write(_comment(self._describe(), self._loop.time() - self._begun))
             await asyncio.wait({awaited}, timeout=INTERVAL_S)
         awaited.result()
@@ -78,9 +84,28 @@ class LoadingStream:
     async def fail(self, error: StarlingError, generation: GenerationRequest) -> web.StreamResponse:
         """End the stream with an error, in the form of its API."""
         assert self.response is not None
-        await self.response.write(_error_bytes(error, generation, self.response.headers.get("X-Request-Id", "")))
+        if generation.endpoint == "responses":
+            data = self._failed_response(error, generation)
+        else:
+            data = _error_bytes(error, generation, self.response.headers.get("X-Request-Id", ""))
+        await self.response.write(data)
         await self.response.write_eof()
         return self.response
+
+    def _failed_response(self, error: StarlingError, generation: GenerationRequest) -> bytes:
+        state = self._request.get(STATE)  # of a request that was admitted, and failed before its answer began
+        created = state.spec.created if state is not None else self._name.created
+        drawn = state.spec.seed if state is not None else self._name.seed or 0  # 0: none was drawn
+        events = refused_events(
+            generation,
+            error,
+            request_id=self._name.id,
+            created=created or int(self._request.app[SERVICE].wall()),
+            model=self._model,
+            seed=generation.seed if generation.seed is not None else drawn,
+        )
+        named = response_context.failed_comment(error.code) if RELAY in self._request.headers else b""
+        return named + b"".join(sse.event(event.data, name=event.name) for event in events)
 
 
 def _comment(text: str, seconds: float) -> bytes:
@@ -92,8 +117,5 @@ def _error_bytes(error: StarlingError, generation: GenerationRequest, request_id
     """The events of a request that fails before it is admitted. `request_id`: as the headers name it."""
     if generation.endpoint == "messages":
         return sse.event(to_json(anthropic_error(error, request_id)), name=b"error")
-    if generation.endpoint == "responses":
-        data = {"type": "error", "code": error.code, "message": error.message, "param": error.param or None}
-        return sse.event(to_json({**data, "sequence_number": 0}), name=b"error")
     n_choices = max(1, len(generation.prompts)) * generation.n
     return sse.event(error_event(error, range(n_choices))) + sse.DONE

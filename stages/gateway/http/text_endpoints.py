@@ -216,7 +216,8 @@ async def _load_and_serve(
         on_admitted(admitted)
         return await _serve(request, service, admitted)
     name = name or new_request_name()
-    opening = LoadingStream(request, name.id, lambda: service.on_demand.progress(model))
+    shown = f"{model}:{adapter}" if adapter else model
+    opening = LoadingStream(request, name, shown, lambda: service.on_demand.progress(model))
 
     async def begin(answering: ExitStack) -> tuple[AnySink, Any]:
         # In one task: what was admitted is started, whether the client takes comments meanwhile or leaves.
