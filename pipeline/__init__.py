@@ -11,6 +11,7 @@ fleet/           what agents and orchestrators share: records, bodies, the token
 models/          model files, downloads, the table of model versions, the capacity check
 faults/          fault plans and the points where they act
 errors.py        every error, with its code and HTTP status
+call_queue.py    calls that wait for one thread, with bounds
 addresses.py     IP addresses of a host
 files.py         atomic replacement and durable appends
 record_file.py   checksummed records in files

@@ -17,6 +17,10 @@ without a report.  Where the kernel has no descriptor for reports, or the file i
 
 A commit is reported to the watchers of all processes while its writer still holds the lock.  Each waits up to `READ_S`
 more, at random, before it reads: else all would queue for the lock at once, in the threads that also renew leases.
+
+Reads, transactions and new leases are refused while `MAX_CALLS` calls wait for the thread, because the file does not
+answer: their callers treat that as any failure of the store.  Calls carry no tenant.  What keeps and ends leases, and
+watchers, of which each makes one call at a time, are not refused.
 """
 
 from __future__ import annotations
@@ -30,10 +34,10 @@ import secrets
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from pipeline.call_queue import CallQueue
 from pipeline.coordination.file_changes import FileChanges
 from pipeline.coordination.interface import (
     Change,
@@ -52,6 +56,7 @@ log = logging.getLogger("starling.coordination")
 VERSION = 1  # of the schema: `PRAGMA user_version`
 KEPT_EVENTS = 10_000
 BUSY_S = 5.0  # how long a transaction waits for those of other processes
+MAX_CALLS = 4096  # of a process, several for each request that an orchestrator may have in flight by default
 READ_S = 0.02  # between two reads of a watcher, so that many changes in a row cost few transactions
 LOOK_S = 1.0  # between two looks of a watcher to which no change is reported
 POLL_S = 0.02  # likewise where changes cannot be reported
@@ -114,8 +119,11 @@ class SqliteStore(CoordinationStore):
         kept_events: int = KEPT_EVENTS,
         look_s: float = LOOK_S,
         jitter: Callable[[], float] = random.random,
+        max_calls: int = MAX_CALLS,
     ) -> None:
         """`clock`: the same for all processes of a boot. `jitter`: a share of `READ_S`, for each read of a watcher.
+
+        max_calls: that wait before further ones are refused.
 
         Raises `ConfigError`, `StorageUnavailable`.
         """
@@ -129,11 +137,11 @@ class SqliteStore(CoordinationStore):
         self._changes = FileChanges(path)
         self._file: tuple[int, int] | None = None  # device and inode of the open file
         self._n_opened = 0
-        self._thread = ThreadPoolExecutor(1, "coordination")
+        self._calls = CallQueue("coordination", max_calls, max_calls, self._full)
         try:
-            self._database = self._thread.submit(self._connect).result()
+            self._database = self._calls.add(self._connect).result()
         except BaseException:
-            self._thread.shutdown()
+            self._calls.close(wait=True)
             self._changes.close()
             raise
         self._is_closed = False
@@ -178,7 +186,7 @@ class SqliteStore(CoordinationStore):
         if not self._is_closed:
             self._is_closed = True
             await self._call(self._database.close)
-            self._thread.shutdown()
+            self._calls.close(wait=True)
             self._changes.close()
 
     # ------------------------------------------------------------------ values
@@ -211,6 +219,7 @@ class SqliteStore(CoordinationStore):
             self._apply(db, changes)
             return self._revision(db)
 
+        self._calls.check()
         return await self._transaction(apply)
 
     # ------------------------------------------------------------------ leases
@@ -220,6 +229,7 @@ class SqliteStore(CoordinationStore):
         check_ttl(ttl_s)
         lease = secrets.token_hex(8)
         ends = self._clock() + ttl_s
+        self._calls.check()
         await self._transaction(lambda db: db.execute("INSERT INTO leases VALUES (?, ?, ?)", (lease, ttl_s, ends)))
         return lease
 
@@ -363,6 +373,8 @@ class SqliteStore(CoordinationStore):
     async def _read(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Run `work`, which only reads, on what is committed. It waits for no writer unless a lease is over."""
 
+        self._calls.check()
+
         def run() -> list[T] | None:
             with self._errors():
                 self._reopen_if_replaced()
@@ -379,7 +391,14 @@ class SqliteStore(CoordinationStore):
         return await self._transaction(work) if found is None else found[0]
 
     async def _call(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await asyncio.wrap_future(self._calls.add(work))
+
+    def _full(self, n: int, whose: str) -> StorageUnavailable:
+        return StorageUnavailable(
+            f"{n} calls wait for the coordination store {self.path}, the most {whose}; try again later, and check its "
+            "disk and the processes that have it open",
+            retry_after_s=1.0,
+        )
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

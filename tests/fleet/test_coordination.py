@@ -297,6 +297,27 @@ async def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
         SqliteStore(tmp_path / "file" / "c.db")
 
 
+async def test_calls_are_refused_while_too_many_wait_for_the_file(tmp_path: Path) -> None:
+    """Not those that keep leases: an agent would leave the fleet because of other calls."""
+    path = tmp_path / "store"
+    async with SqliteStore(path, max_calls=3) as store:
+        lease = await store.grant(60)
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")  # such as a process that is stopped
+            puts = [asyncio.create_task(store.put(f"a/{number}", b"1")) for number in range(3)]
+            await asyncio.sleep(0)
+            for call in (store.get("a/0"), store.scan("a/"), store.put("b", b"1"), store.grant(60)):
+                with pytest.raises(StorageUnavailable, match="3 calls wait .*; try again later, and check") as refused:
+                    await call
+                assert (refused.value.status, refused.value.retry_after_s) == (503, 1.0)
+            renewing = asyncio.create_task(store.renew(lease))
+            await asyncio.sleep(0)
+            assert not any(call.done() for call in (*puts, renewing))
+            other.execute("ROLLBACK")
+        assert None not in await asyncio.gather(*puts) and await renewing
+        assert await store.get("b") is None and await store.get("a/2") is not None
+
+
 async def test_processes_go_on_with_the_file_that_has_the_name(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "c.db") as one, SqliteStore(tmp_path / "c.db") as other:
         lease = await one.grant(3600)

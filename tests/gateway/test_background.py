@@ -132,7 +132,7 @@ async def test_the_end_of_one_that_failed_is_journaled_when_its_response_is_stor
     recovery.record_start(request.spec)
     relay.open(request)
     is_disk_free = threading.Event()
-    responses.store._thread.submit(is_disk_free.wait)
+    responses.store.calls.add(is_disk_free.wait)
     try:
         relay.fail(request, StarlingError("TIMEOUT", "it took too long"))
         assert await ends() == []
@@ -169,7 +169,7 @@ async def test_a_response_that_is_being_stored_is_not_cancelled(
     state = make_state(name, generation(), tenant=ANN.tenant, model="a", version=version.id)
     state.sink = FanOutSink()
     service.relay.open(state)
-    service.responses.store._thread.submit(may_store.wait)
+    service.responses.store.calls.add(may_store.wait)
     gateway.end(state)
     assert state.outcome is Outcome.OPEN
     cancelling = asyncio.ensure_future(cancel(service, name, monkeypatch))
@@ -194,7 +194,7 @@ async def test_a_request_that_fails_while_its_response_is_being_stored(
     state = make_state(name, generation(), tenant=ANN.tenant, model="a", version=version.id)
     state.sink = FanOutSink()
     service.relay.open(state)
-    store._thread.submit(may_store.wait)
+    store.calls.add(may_store.wait)
     gateway.end(state)
     really_put, n_put = store._put, itertools.count(1)
 

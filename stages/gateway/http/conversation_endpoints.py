@@ -41,7 +41,7 @@ async def _transact(
         return job(db, now, tenant, name)
 
     try:
-        return await store.transact(run, tenant if writes else "")
+        return await store.transact(run, tenant if writes else "", tenant)
     except TooLargeError as error:
         raise error.of_items() from None
 

@@ -101,6 +101,8 @@ class Responses:
             return generation
         if fields.is_kept_elsewhere:
             return with_conversation(generation, previous or [])
+        if fields.is_stored or fields.conversation_id:
+            self.store.check_room(tenant)
         previous = []
         if fields.conversation_id:
             previous = await self._messages(tenant, fields.conversation_id)
@@ -122,7 +124,7 @@ class Responses:
         def read(db: sqlite3.Connection, now: float) -> list[dict[str, Any]] | None:
             return messages(db, tenant, name) if find(db, tenant, name, now) is not None else None
 
-        found = await self.store.transact(read)
+        found = await self.store.transact(read, caller=tenant)
         if found is None:
             raise missing(name, "conversation")
         return joined(found)

@@ -8,14 +8,19 @@
 A response is stored before its last event is sent: a client that has that event can continue the conversation, also
 after a restart.  Bounded by age, by bytes of a tenant and by bytes in all; the oldest are dropped.  Each row has its
 whole conversation: dropping one ends no other.  The file is opened at the first use.
+
+Calls that wait for the thread are bounded, in all and for a tenant.  Beyond that reads and changes are refused, and
+requests whose response would be stored, before they are computed.  A response that is computed is not refused: beyond
+the bound there are at most those of the requests that were being computed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -23,6 +28,7 @@ import msgspec
 
 from pipeline.api.conversation_object import TooLargeError
 from pipeline.api.requests.conversations import ConversationItem
+from pipeline.call_queue import CallQueue
 from pipeline.config.schema import StoredResponsesConfig
 from pipeline.errors import StarlingError
 from stages.gateway.requests import stored_conversations as conversations
@@ -34,6 +40,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("starling.gateway.responses")
 
 BUSY_S = 5.0  # how long a transaction waits for those of the predecessor of this process
+MAX_CALLS = 1024  # that wait for the thread, of all tenants
+MAX_CALLS_OF_TENANT = 256
 CLOSE_S = 2.0  # `close` waits for the jobs in progress for this long
 VERSION = 1  # of the schema: `PRAGMA user_version`
 _SCHEMA = """
@@ -80,7 +88,7 @@ class StoredResponses:
         self._row_bytes = min(self._tenant_bytes, self._max_bytes)  # a larger one would only drop all others
         self._clock = clock
         self._db: sqlite3.Connection | None = None
-        self._thread = ThreadPoolExecutor(1, "responses")
+        self.calls = CallQueue("responses", MAX_CALLS, MAX_CALLS_OF_TENANT, _full)
         self.errors = 0  # failed operations on the file
 
     # ---------------------------------------------------------------- from the event loop
@@ -89,7 +97,7 @@ class StoredResponses:
         """Store a response; then call `on_stored`, in the event loop, with the error if there was one."""
         loop = asyncio.get_running_loop()
 
-        def store() -> None:
+        def store() -> StarlingError | None:
             error = None
             try:
                 self._safely(lambda: self._put(response))
@@ -106,12 +114,20 @@ class StoredResponses:
                     f'"store": false',
                     "store",
                 )
-            loop.call_soon_threadsafe(on_stored, error)
+            return error
+
+        def stored(done: Future[StarlingError | None]) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended, at the end of the process
+                loop.call_soon_threadsafe(on_stored, done.result())
 
         try:
-            self._thread.submit(store)
+            self.calls.add(store, response.tenant).add_done_callback(stored)
         except RuntimeError:  # closed, at the end of the process
             on_stored(StarlingError("STORAGE_UNAVAILABLE", "the gateway ends; send the request again", "store"))
+
+    def check_room(self, tenant: str) -> None:
+        """Raises `StarlingError` while too many calls wait for the file: a further response would wait as well."""
+        self.calls.check(tenant)
 
     def check_fits(self, size: int) -> None:
         """Raises `StarlingError` for a response of `size` bytes that its tenant can never store."""
@@ -125,25 +141,25 @@ class StoredResponses:
 
     async def has(self, tenant: str, response_id: str) -> bool:
         """Whether there is such a response, after every `put` before this call."""
-        return await self._run(lambda: self._get("id", tenant, response_id)) is not None
+        return await self._run(lambda: self._get("id", tenant, response_id), tenant) is not None
 
     async def flushed(self) -> None:
         """Every `put` before this call has been stored, or has failed."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, lambda: None)
+        await asyncio.wrap_future(self.calls.add(lambda: None))
 
     async def body(self, tenant: str, response_id: str) -> bytes | None:
         """The JSON of a response; None: there is none."""
-        row = await self._run(lambda: self._get("body", tenant, response_id))
+        row = await self._run(lambda: self._get("body", tenant, response_id), tenant)
         return bytes(row) if row is not None else None
 
     async def conversation(self, tenant: str, response_id: str) -> list[dict[str, Any]] | None:
         """The messages up to a response, with its own; None: there is none."""
-        row = await self._run(lambda: self._get("conversation", tenant, response_id))
+        row = await self._run(lambda: self._get("conversation", tenant, response_id), tenant)
         return msgspec.msgpack.decode(row, type=list[dict[str, Any]]) if row is not None else None
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Drop a response. False: there is none."""
-        return await self._run(lambda: self._delete(tenant, response_id))
+        return await self._run(lambda: self._delete(tenant, response_id), tenant)
 
     async def inputs(self, tenant: str, response_id: str) -> list[dict[str, Any]] | None:
         """The items of a response's input; None: there is no such response."""
@@ -155,12 +171,13 @@ class StoredResponses:
             row = self._open().execute(f"SELECT items FROM inputs {where}", (tenant, response_id)).fetchone()
             return bytes(row[0]) if row is not None else b"[]"
 
-        items = await self._run(find)
+        items = await self._run(find, tenant)
         return msgspec.json.decode(items, type=list[dict[str, Any]]) if items is not None else None
 
-    async def transact(self, job: Callable[[sqlite3.Connection, float], T], tenant: str = "") -> T:
+    async def transact(self, job: Callable[[sqlite3.Connection, float], T], tenant: str = "", caller: str = "") -> T:
         """Run a job of `stored_conversations.py` as one transaction, with the time; `tenant`: keep its bounds.
 
+        caller: the tenant whose call it is, if it is not `tenant`.
         Raises what the job raises, and `StarlingError` if the file cannot be used.
         """
 
@@ -173,7 +190,7 @@ class StoredResponses:
                     self._keep_bounds(db, tenant, now)
             return result
 
-        return await self._run(run)
+        return await self._run(run, caller or tenant)
 
     @property
     def ttl_s(self) -> float:
@@ -185,12 +202,12 @@ class StoredResponses:
         """Most bytes of a conversation: those of a tenant."""
         return self._row_bytes
 
-    async def _run(self, job: Callable[[], T]) -> T:
-        """Run a job in the thread. Raises what it raises, and `StarlingError` if the file cannot be used."""
+    async def _run(self, job: Callable[[], T], tenant: str) -> T:
+        """Run a job in the thread. Raises what it raises, and `StarlingError` if the file cannot be used now."""
         import sqlite3
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._safely(job))
+            return await self.calls.call(lambda: self._safely(job), tenant)
         except (OSError, sqlite3.Error) as problem:
             self.errors += 1
             log.error("stored responses cannot be used", extra={"reason": str(problem)})
@@ -201,8 +218,8 @@ class StoredResponses:
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """End the thread after its jobs, waiting at most `timeout_s`."""
-        wait([self._thread.submit(self._close)], timeout_s)
-        self._thread.shutdown(wait=False)
+        wait([self.calls.add(self._close)], timeout_s)
+        self.calls.close(wait=False)
 
     # ---------------------------------------------------------------- in the thread
 
@@ -310,3 +327,13 @@ class StoredResponses:
         if self._db is not None:
             self._db.close()
             self._db = None
+
+
+def _full(n: int, whose: str) -> StarlingError:
+    return StarlingError(
+        "STORAGE_UNAVAILABLE",
+        f"{n} calls wait for stored responses and conversations, the most {whose}; try again later, or send "
+        '"store": false without a conversation, and check the disk of server.state_dir',
+        "store",
+        retry_after_s=1.0,
+    )
