@@ -78,7 +78,7 @@ class HelperProcess:
         for one in (ours, theirs):
             one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
         output = self._output = HelperOutput(log, self._facts())
-        command = [sys.executable, "-m", self._module, str(os.getpid()), str(theirs.fileno()), *self._arguments]
+        command = [sys.executable, "-P", "-m", self._module, str(os.getpid()), str(theirs.fileno()), *self._arguments]
         self._process = subprocess.Popen(
             command,
             pass_fds=(theirs.fileno(),),

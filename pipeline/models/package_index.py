@@ -171,7 +171,7 @@ def _pip(
     command: str, options: tuple[str, ...], requirement: str, scratch: Path, check: Callable[[int], None]
 ) -> tuple[int, str]:
     """Run a command of pip for one wheel; its exit code and errors. `check` gets the bytes in `scratch` meanwhile."""
-    arguments = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", command, "--quiet")
+    arguments = (sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "--no-input", command, "--quiet")
     with subprocess.Popen(
         [*arguments, "--no-deps", "--only-binary", ":all:", *options, requirement],
         env={**os.environ, "TMPDIR": str(scratch)},

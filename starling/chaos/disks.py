@@ -32,7 +32,7 @@ class FullDisk:
         records = [record for record in read_all(paths.run_dir(self._config)) if record.alive]
         pids = {pid for record in records for pid in (*procfs.process_tree(record.pid), record.parent) if pid > 1}
         self._blocker = subprocess.Popen(
-            [sys.executable, "-m", "starling.chaos.disk_blocker"],
+            [sys.executable, "-P", "-m", "starling.chaos.disk_blocker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -47,7 +47,7 @@ def reload(model: str) -> str:
 
     Raises `NoTargetError` if the command fails, for example because memory does not suffice for two versions.
     """
-    command = [sys.executable, "-m", "starling", "reload", model]
+    command = [sys.executable, "-P", "-m", "starling", "reload", model]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=RELOAD_S, check=False)
     except subprocess.TimeoutExpired:

@@ -99,7 +99,7 @@ class ServerUse:
     def _start(self) -> None:
         self._on_progress("starting a server")
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "starling", "up", "--while-used"],
+            [sys.executable, "-P", "-m", "starling", "up", "--while-used"],
             env={**os.environ, **self._environment, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

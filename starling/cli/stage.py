@@ -25,7 +25,7 @@ from starling.cli.options import exit_codes
 
 STAGES = ("gateway", "tokenizer", "scheduler", "kv", "worker")
 
-_COMMAND = (sys.executable, "-m", "starling", "stage")  # starts a stage as a new program
+_COMMAND = (sys.executable, "-P", "-m", "starling", "stage")  # starts a stage as a new program
 _STAGE = click.Choice(STAGES)
 
 CODES = exit_codes(

@@ -21,7 +21,7 @@ class Child:
 
     def __init__(self, name: str, arguments: list[str], env: Mapping[str, str]) -> None:
         self.name = name
-        self._command = [sys.executable, "-m", "starling", *arguments]
+        self._command = [sys.executable, "-P", "-m", "starling", *arguments]
         self._env = env
         self._process: subprocess.Popen[bytes] | None = None
         self.starts = 0

@@ -228,6 +228,22 @@ def test_a_killed_plugin_process_changes_no_byte(guarded: Server) -> None:
         assert pid_of(guarded, name, before=pid)
 
 
+def test_a_plugin_of_the_working_directory_comes_after_installed_modules(
+    make_server: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the plugin itself is imported from there, and no module that Starling needs."""
+    (tmp_path / "house.py").write_text(f"from {EXAMPLES} import Answers as Rules\n")
+    for name in ("msgspec", "pipeline"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('imported from the working directory')\n")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.chdir(tmp_path)
+    server = make_server(plugins=[plugin("house", "", object="house:Rules")])
+    server.wait_ready()
+    answer = server.post("/v1/chat/completions", chat(SAID)).json
+    assert answer["choices"][0]["message"]["content"] == SHOWN
+
+
 def test_the_journal_has_what_pre_inference_made_of_a_request(homes: Callable[[], Path], tmp_path: Path) -> None:
     """A gateway that is killed in the middle of a stream: same bytes, and the request is not processed again."""
     log = tmp_path / "calls"

@@ -106,7 +106,7 @@ class ExternalEngine(Engine):
         env = {name: value for name, value in self._env.items() if not name.startswith(_PRIVATE)}
         env |= self._dialect.environment(self._engine_key) | {"STARLING_HOME": str(self._home)}
         root = str(Path(__file__).resolve().parents[3])
-        launch = (sys.executable, "-c", _LAUNCH.format(root), str(self._engine.memory_mb))
+        launch = (sys.executable, "-P", "-c", _LAUNCH.format(root), str(self._engine.memory_mb))
         command = (*launch, *self._dialect.command(self._engine, port))
         self._child = Child(command, env, self._home, LogFile(self._home / "engine.log"))
         await self._child.start()

@@ -27,7 +27,7 @@ from stages.agent.engines.child import Child
 
 log = logging.getLogger("starling.agent")
 
-COMMAND = (sys.executable, "-m", "starling", "prepare", "--with-parent")
+COMMAND = (sys.executable, "-P", "-m", "starling", "prepare", "--with-parent")
 BUILD_S = 1800.0  # for all kernels, at the lowest priority on a busy machine
 CHECK_S = 2.0  # between two looks whether a model is loading
 PAUSE_CHECKS = 5  # such intervals pass after an interruption before the first look

@@ -50,8 +50,8 @@ ANSWER_S = 5.0  # of a call to the engine
 CHANGE_POLL_S = 0.05  # while an adapter is loaded or unloaded
 SUSPEND_S = 0.5  # of the call that ends its requests: the margin of a lease is longer
 STOP_MARGIN_S = 10.0  # from the end of the drain to SIGKILL
-COMMAND = (sys.executable, "-m", "starling", "--config", "starling.json", "up", "--with-parent")
-STANDBY_COMMAND = (sys.executable, "-m", "starling", "up", "--with-parent", "--standby")
+COMMAND = (sys.executable, "-P", "-m", "starling", "--config", "starling.json", "up", "--with-parent")
+STANDBY_COMMAND = (sys.executable, "-P", "-m", "starling", "up", "--with-parent", "--standby")
 _PRIVATE = (
     "STARLING_HOME",
     "STARLING_CONFIG",

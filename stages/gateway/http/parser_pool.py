@@ -168,6 +168,7 @@ async def _start() -> _Process:
     try:
         child = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",
             "-m",
             "stages.gateway.http.parser_process",
             str(os.getpid()),

@@ -189,6 +189,7 @@ def serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
 def main() -> None:
     """Serve the gateway, which started this process with its own pid as the argument."""
     process.die_with_parent(int(sys.argv[1]))
+    sys.path.append("")  # the working directory comes last: none of its modules replaces an installed one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the gateway drains first, and closes stdin
     incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")

@@ -153,6 +153,7 @@ class PluginProcess:
         output = self._output = HelperOutput(log, {"plugin": self.name})
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",
             "-m",
             "stages.gateway.plugins.plugin_process",
             str(os.getpid()),

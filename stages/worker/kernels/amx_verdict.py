@@ -26,7 +26,7 @@ from pipeline.runtime import process
 from stages.worker.kernels.features import ALL_FORMATS, ALL_TILES, Thresholds, cache_dir, isa, named_thresholds
 
 PROBED_TOKENS = (16, 32, 64, 240)  # of the products that the probe times
-PROBE = ["-m", "stages.worker.kernels.amx_probe"]  # arguments of a Python that prints the speedups as JSON
+PROBE = ["-P", "-m", "stages.worker.kernels.amx_probe"]  # arguments of a Python that prints the speedups as JSON
 PROBE_S = 60  # time limit of the probe, which takes some 5 s, and of waiting for another process's
 POLL_S = 0.1  # between two tries to get the lock of the probe
 # How Linux ends a process whose CPU does not run tiles that it reports: by #UD and #GP.

@@ -172,7 +172,7 @@ def target(name: str) -> tuple[str, str]:
     if name in _FIXED_TARGETS:
         return _FIXED_TARGETS[name]
     cpu, features = json.loads(
-        subprocess.run([sys.executable, "-c", _SHOW_CPU], capture_output=True, check=True).stdout
+        subprocess.run([sys.executable, "-P", "-c", _SHOW_CPU], capture_output=True, check=True).stdout
     )
     return str(cpu), without_unused(features)
 
