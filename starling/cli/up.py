@@ -110,7 +110,7 @@ def up(while_used: bool, with_parent: bool, standby: bool) -> int:
             held.release()
         only_one.release()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    still_running = cleanup.sweep(run_dir, paths.arena_dir(load(env=env), env), wait_s=5.0)
+    still_running = cleanup.sweep(run_dir, paths.arena_dir(with_arenas), wait_s=5.0)
     if still_running:
         click.echo(f"up: {still_running} is still running; `starling status` shows it", err=True)
     return code or (EXIT_FATAL if still_running else 0)

@@ -9,9 +9,10 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from pipeline.config import paths
-from pipeline.config.load import resolve
+from pipeline.config.load import load, resolve
 from pipeline.errors import ConfigError, ResourceError
 from starling.cli import up as up_module
 from tests.tls_files import place
@@ -101,6 +102,28 @@ def test_the_procfile_has_a_line_for_each_stage(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(up_module, "PROCFILE", tmp_path / "none")
     written = up_module.write_procfile(tmp_path).read_text().splitlines()
     assert sorted(line.split(":")[0] for line in written) == sorted(up_module.STAGES)
+
+
+@pytest.mark.parametrize("later", ["server: [", "server: {arena_dir: /elsewhere}"])
+def test_the_end_removes_what_the_configuration_of_the_start_names(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: str
+) -> None:
+    """Also if the file has been edited meanwhile, and cannot be used."""
+    file = tmp_path / "starling.yaml"
+    file.write_text(json.dumps({"server": {"port": 0, "arena_dir": str(tmp_path / "shm")}}))
+    arenas = paths.arena_dir(load())
+
+    def run(*_: object) -> int:
+        (arenas / "m.kv").touch()
+        file.write_text(later)
+        return 0
+
+    monkeypatch.setattr(up_module, "ensure_room", lambda: None)
+    monkeypatch.setattr(up_module, "prepare_apart", lambda *_: None)
+    monkeypatch.setattr(up_module, "run_procfile", run)
+    done = CliRunner().invoke(up_module.up, standalone_mode=False)
+    assert (done.exception, done.return_value) == (None, 0)
+    assert not arenas.exists()
 
 
 def test_the_banner_is_a_line_to_paste() -> None:
