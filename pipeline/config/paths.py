@@ -15,7 +15,8 @@ STARLING_HOME (~/.starling)
 └── logs/
 /dev/shm/starling-UID-XXXXXXXXXXXX/                  (server.arena_dir)
     arenas; the twelve digits are derived from the run directory, so that two servers never share arenas.  If another
-    user has taken that name, a random one is recorded in RUN_DIR/arena-name (pipeline/runtime/arena_dir.py)
+    user has taken that name, a random one is recorded in RUN_DIR/arena-name (pipeline/runtime/arena_dir.py).  If
+    /dev/shm is too small, the directory above is STARLING_HOME/arenas, which RUN_DIR/arena-parent then names
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pipeline.errors import ConfigError
 
 Env = Mapping[str, str]
 
-ARENA_NAME_FILE = "arena-name"  # in the run directory
+ARENA_NAME_FILE, ARENA_PARENT_FILE = "arena-name", "arena-parent"  # in the run directory
 
 
 def home(env: Env = os.environ) -> Path:
@@ -115,23 +116,32 @@ def agent_dir(config: Config, env: Env = os.environ) -> Path:
 
 def arena_dir(config: Config, env: Env = os.environ, shm: Path = Path("/dev/shm")) -> Path:
     """One directory per run directory, with the same name at every start."""
+    parent = _configured(config.server.arena_dir) or _recorded_arena_parent(run_dir(config, env)) or shm
+    return parent / arena_name(config, env)
+
+
+def arena_name(config: Config, env: Env = os.environ) -> str:
+    """The name of the arena directory, wherever it is."""
     run = os.path.realpath(run_dir(config, env))
-    name = f"starling-{os.getuid()}-{hashlib.sha256(os.fsencode(run)).hexdigest()[:12]}"
-    return arena_parent(config, shm) / (_recorded_arena_name(Path(run)) or name)
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        name = (Path(run) / ARENA_NAME_FILE).read_text()
+        if re.fullmatch(rf"starling-{os.getuid()}-[0-9a-f]{{32}}", name):
+            return name
+    return f"starling-{os.getuid()}-{hashlib.sha256(os.fsencode(run)).hexdigest()[:12]}"
 
 
 def arena_parent(config: Config, shm: Path = Path("/dev/shm")) -> Path:
-    """The directory in which each server has its own for arenas."""
+    """The directory in which a server makes its own for arenas, unless that is too small."""
     return _configured(config.server.arena_dir) or shm
 
 
-def _recorded_arena_name(run: Path) -> str:
-    """The name that `pipeline.runtime.arena_dir` has recorded; "" if it has recorded none."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        name = (run / ARENA_NAME_FILE).read_text()
-        if re.fullmatch(rf"starling-{os.getuid()}-[0-9a-f]{{32}}", name):
-            return name
-    return ""
+def _recorded_arena_parent(run: Path) -> Path | None:
+    """The directory that `pipeline.runtime.arena_dir.record_parent` has recorded; None if it has recorded none."""
+    with contextlib.suppress(OSError):
+        path = os.fsdecode((run / ARENA_PARENT_FILE).read_bytes())
+        if os.path.isabs(path):
+            return Path(path)
+    return None
 
 
 def _configured(path: str) -> Path | None:

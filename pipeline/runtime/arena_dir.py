@@ -4,6 +4,8 @@ Its name follows from the run directory (pipeline/config/paths.py), and /dev/shm
 user could create the directory first.  Then the arenas go to a directory with a random name, which is recorded in the
 run directory (0700, this user's), where every process of the server reads it.  The record is only replaced while the
 directory that it names belongs to another user, and therefore no process of this server uses it.
+
+If /dev/shm is too small, `starling up` records another directory to create it in; every command of this home reads it.
 """
 
 from __future__ import annotations
@@ -41,6 +43,25 @@ def prepare(config: Config) -> Path:
         f"server.arena_dir to a directory that only you can write",
         "server.arena_dir",
     )
+
+
+def record_parent(run: Path, parent: Path | None) -> None:
+    """Let the arena directory be in `parent` unless the configuration names another one; None: in /dev/shm.
+
+    For when no process of the server runs.  Raises `ConfigError`.
+    """
+    file = run / paths.ARENA_PARENT_FILE
+    try:
+        if parent is None:
+            file.unlink(missing_ok=True)
+        else:
+            replace_file(file, os.fsencode(parent))
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: the place of the arenas cannot be recorded: {error.strerror}; free space in server.run_dir, or "
+            f"give another one",
+            "server.run_dir",
+        ) from None
 
 
 def _choose_another(config: Config, taken: Path, owner: int) -> None:

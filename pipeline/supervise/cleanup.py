@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.config import server_cores
+from pipeline.config import paths, server_cores
 
 
 def sweep(
@@ -37,7 +37,8 @@ def sweep(
             if not running:
                 for path in _records(run_dir):
                     path.unlink(missing_ok=True)
-                _remove_arenas(arena_dir)
+                remove_arenas(arena_dir)
+                (run_dir / paths.ARENA_PARENT_FILE).unlink(missing_ok=True)  # last: it says where they are
                 return ""
         if clock() >= deadline:
             return running
@@ -88,8 +89,8 @@ def _records(run_dir: Path) -> Iterator[Path]:
     yield from run_dir.glob(".*.new")  # of an interrupted `replace_file`
 
 
-def _remove_arenas(arena_dir: Path) -> None:
-    """Regular files of this user only; the directory is removed when it is empty."""
+def remove_arenas(arena_dir: Path) -> None:
+    """For when no process uses them. Regular files of this user only; the directory is removed when it is empty."""
     if arena_dir.is_symlink() or not arena_dir.is_dir():
         return
     for path in arena_dir.iterdir():

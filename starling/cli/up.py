@@ -27,7 +27,7 @@ from pipeline.errors import ConfigError, ResourceError
 from pipeline.faults import points
 from pipeline.models import capacity, control_cores
 from pipeline.observe import status
-from pipeline.runtime import arena_dir
+from pipeline.runtime import arena_dir, directory_lock
 from pipeline.runtime import run_dir as rundir
 from pipeline.runtime.directory_lock import ServerLocks
 from pipeline.runtime.process import AWAITED_VARIABLE, EXIT_FATAL, ORPHANS_VARIABLE, die_with_parent
@@ -97,20 +97,19 @@ def up(while_used: bool, with_parent: bool, standby: bool) -> int:
         moved = choose_arena_dir(config)  # before a long download
         prepare_apart(config, prepare_all)
         timeline.reached("models")
-        env = {**os.environ, **(moved or choose_arena_dir(config))}  # the sizes of all arenas are known now
-        with_arenas = load(env=env)
+        place_arenas(config, run_dir, moved or choose_arena_dir(config))  # the sizes of all arenas are known now
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until honcho handles them: all is removed after its end
-        arena_dir.prepare(with_arenas)
-        held = ServerLocks(with_arenas, run_dir)  # for its whole life, so that no gap between two stages loses them
+        arena_dir.prepare(config)
+        held = ServerLocks(config, run_dir)  # for its whole life, so that no gap between two stages loses them
         watcher = _Watcher(config, run_dir, timeline)
         drain_s = config.server.drain_timeout_ms / 1000
-        code = run_procfile(write_procfile(run_dir), env, run_dir, watcher.check, drain_s, last_user)
+        code = run_procfile(write_procfile(run_dir), os.environ, run_dir, watcher.check, drain_s, last_user)
     finally:
         if held is not None:
             held.release()
         only_one.release()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    still_running = cleanup.sweep(run_dir, paths.arena_dir(with_arenas), wait_s=5.0)
+    still_running = cleanup.sweep(run_dir, paths.arena_dir(config), wait_s=5.0)
     if still_running:
         click.echo(f"up: {still_running} is still running; `starling status` shows it", err=True)
     return code or (EXIT_FATAL if still_running else 0)
@@ -157,30 +156,40 @@ def check_certificate(config: Config) -> None:
             read_certificate(files)
 
 
-def choose_arena_dir(config: Config, shm: Path = Path("/dev/shm")) -> dict[str, str]:
-    """Environment variables that move the arenas to the home directory if /dev/shm is too small, as in containers.
+def choose_arena_dir(config: Config, shm: Path = Path("/dev/shm")) -> Path | None:
+    """A directory for the arenas in the home if /dev/shm is too small, as in containers, else None.
 
     Raises `ResourceError` with the sizes if they do not fit there either.
     """
     need = sum(capacity.need(config, model) for model in config.preloaded)
     home = paths.arena_parent(config, shm)
-    there = paths.arena_dir(config)
+    there = home / paths.arena_name(config)
     # Arenas of a killed server count as free space: they are adopted or replaced.
     free = _free(home) + disk_bytes(there)
     if free >= need:
-        return {}
+        return None
     advice = (
         "make them smaller (kv_cache_mb or max_batch_size of a model, STARLING_CACHE__MAX_SIZE_MB) or move them "
         "(STARLING_SERVER__ARENA_DIR)"
     )
     other = paths.home() / "arenas"
-    if config.server.arena_dir or _free(other.parent) < need:
+    if config.server.arena_dir or _free(other) + disk_bytes(other / name) < need:
         raise ResourceError(f"the arenas need {need >> 20} MB, and {home} has {free >> 20} MB free; {advice}")
     click.echo(
         f"{home} has {free >> 20} MB free and the arenas need {need >> 20} MB: they go to {other}, which is "
         f"slower; {advice}"
     )
-    return {"STARLING_SERVER__ARENA_DIR": str(other)}
+    return other
+
+
+def place_arenas(config: Config, run_dir: Path, parent: Path | None) -> None:
+    """Record where the arenas are, for all stages and commands, and remove those that a killed server has elsewhere."""
+    before = paths.arena_dir(config)
+    if directory_lock.is_held(before):  # stages run here that this command has not started
+        return
+    arena_dir.record_parent(run_dir, parent)
+    if paths.arena_dir(config) != before:
+        cleanup.remove_arenas(before)
 
 
 def _free(path: Path) -> int:

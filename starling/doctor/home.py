@@ -223,7 +223,7 @@ def leftovers(config: Config) -> Iterator[Finding]:
 
 def _arenas_of_dead_servers(config: Config, runs: bool, shm: Path = Path("/dev/shm")) -> Iterator[Finding]:
     own = paths.arena_dir(config)
-    for folder in sorted(shm.glob(f"starling-{os.getuid()}-*")):
+    for folder in sorted({own, *shm.glob(f"starling-{os.getuid()}-*")}):
         if folder.is_symlink() or not folder.is_dir() or (folder == own and runs):
             continue
         if directory_lock.is_held(folder) or not (nbytes := disk_bytes(folder)):

@@ -23,6 +23,7 @@ from tests.e2e.arenas import arenas_of
 from tests.e2e.conftest import share_caches
 from tests.e2e.phases import plan_strike, struck
 from tests.e2e.server import ROOT, Server, poll_until
+from tests.e2e.up_server import Up
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
@@ -117,3 +118,25 @@ def test_a_model_that_proves_too_large_is_refused_with_the_numbers(tmp_path: Pat
         assert ask(server) == expected
         assert [one.name for one in shm(server).glob("*/long.*")] == []
         server.stop()
+
+
+def test_arenas_without_room_move_to_the_home_where_other_shells_find_them(tmp_path: Path) -> None:
+    """Until the server ends: then they are removed, with what says where they are."""
+    if reason := small_disk.why_not():
+        pytest.skip(f"no file system can be mounted here: {reason}")
+    share_caches(tmp_path)
+    path = write_model(tmp_path / "tiny.gguf", SHAPES["small"])
+    server = Up(tmp_path, {"models": [{"name": "tiny", "path": str(path), "kv_cache_mb": 4}]})
+    server.command = (*small_disk.mounted(2048, Path("/dev/shm")), *Up.command)
+    with server:
+        (moved,) = (tmp_path / "arenas").iterdir()
+        assert (moved / "tiny.kv").exists()
+        command = [sys.executable, "-m", "starling", "kv", "--json"]
+        done = subprocess.run(command, cwd=ROOT, env=server.environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, (done.stdout, done.stderr)
+        assert '"tiny"' in done.stdout
+        down = [sys.executable, "-m", "starling", "down", "--timeout", "120"]
+        done = subprocess.run(down, cwd=ROOT, env=server.environment, capture_output=True, text=True, timeout=240)
+        assert (done.returncode, done.stdout) == (0, "ended\n")
+    assert not moved.exists()
+    assert not (tmp_path / "run" / "arena-parent").exists()

@@ -14,6 +14,9 @@ from click.testing import CliRunner
 from pipeline.config import paths
 from pipeline.config.load import load, resolve
 from pipeline.errors import ConfigError, ResourceError
+from pipeline.runtime import arena_dir, directory_lock, run_dir
+from pipeline.supervise import cleanup
+from starling.cli import cli
 from starling.cli import up as up_module
 from tests.tls_files import place
 
@@ -48,7 +51,7 @@ def room(monkeypatch: pytest.MonkeyPatch, **free_mb: int) -> None:
 
 def test_arenas_stay_in_shared_memory_when_they_fit(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     room(monkeypatch, shm=600, disk=0)
-    assert up_module.choose_arena_dir(resolve({}, {})) == {}
+    assert up_module.choose_arena_dir(resolve({}, {})) is None
 
 
 def test_arenas_move_out_of_a_small_shared_memory(
@@ -56,8 +59,43 @@ def test_arenas_move_out_of_a_small_shared_memory(
 ) -> None:
     room(monkeypatch, shm=64, disk=5000)
     moved = up_module.choose_arena_dir(resolve({}, {}))
-    assert moved == {"STARLING_SERVER__ARENA_DIR": str(home / "arenas")}
+    assert moved == home / "arenas"
     assert "/dev/shm has 64 MB free and the arenas need 576 MB" in capsys.readouterr().out
+
+
+def test_every_command_finds_arenas_that_have_moved(home: Path, tmp_path: Path) -> None:
+    """Until the end of the server, or until they move back, after which none are left of a killed server."""
+    config = resolve({}, {})
+    in_memory, moved = paths.arena_dir(config), home / "arenas" / paths.arena_name(config)
+    run = run_dir.prepare(paths.run_dir(config))
+    assert in_memory.parent == Path("/dev/shm")
+    for _ in range(2):
+        up_module.place_arenas(config, run, home / "arenas")
+        assert f"# arenas: {moved}\n" in CliRunner().invoke(cli, ["config"]).output
+        assert arena_dir.prepare(config) == moved
+        (moved / "m.kv").touch()
+        assert cleanup.sweep(run, paths.arena_dir(config)) == ""
+        assert not moved.exists()
+        assert paths.arena_dir(config) == in_memory
+    up_module.place_arenas(config, run, home / "arenas")
+    (arena_dir.prepare(config) / "m.kv").touch()
+    lock = directory_lock.DirectoryLock(moved, run, "server.arena_dir")
+    up_module.place_arenas(config, run, None)
+    assert paths.arena_dir(config) == moved, "stages run there"
+    lock.release()
+    up_module.place_arenas(config, run, None)
+    assert paths.arena_dir(config) == in_memory
+    assert not moved.exists()
+    up_module.place_arenas(config, run, home / "arenas")
+    own = resolve({"server": {"arena_dir": str(tmp_path)}}, {})
+    assert paths.arena_dir(own).parent == tmp_path, "what is configured counts"
+
+
+def test_a_place_that_cannot_be_recorded_is_an_error(home: Path) -> None:
+    run = run_dir.prepare(paths.run_dir(resolve({}, {})))
+    (run / paths.ARENA_PARENT_FILE).mkdir()
+    with pytest.raises(ConfigError, match="arena-parent: the place of the arenas cannot be recorded"):
+        arena_dir.record_parent(run, home)
 
 
 def test_a_file_that_goes_while_arenas_are_measured_is_no_error(
@@ -69,7 +107,7 @@ def test_a_file_that_goes_while_arenas_are_measured_is_no_error(
     folder = paths.arena_dir(config)
     folder.mkdir()
     (folder / ".kv.metrics.new").symlink_to(tmp_path / "gone")
-    assert up_module.choose_arena_dir(config) == {}
+    assert up_module.choose_arena_dir(config) is None
 
 
 @pytest.mark.parametrize("configured", ["~/arenas", "~/not/there/yet"])
