@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import re
 import tomllib
 from collections.abc import Hashable
 from pathlib import Path
@@ -35,8 +36,22 @@ MODEL_ALIASES = {
 LEVEL_ALIASES = {"warn": "warning", "trace": "debug"}  # of other programs; debug is the most that is logged
 
 
+class _DuplicateKey(yaml.MarkedYAMLError):
+    """Its problem may be shown: it quotes a key, and no value."""
+
+
 class _StrictLoader(yaml.SafeLoader):
     """SafeLoader that refuses duplicate keys (YAML would silently use the last one)."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """As the base class; whatever that raises for a value like `!!int x` has the position, and not the value."""
+        try:
+            return super().construct_object(node, deep)
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception:
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.MarkedYAMLError(problem=f"a value is no valid {kind}", problem_mark=node.start_mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """As the base class; raises on a duplicate key."""
@@ -44,7 +59,7 @@ class _StrictLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", key_node.start_mark)
+                raise _DuplicateKey(problem=f"{key!r} is given twice", problem_mark=key_node.start_mark)
             seen.add(key if isinstance(key, Hashable) else None)
         return super().construct_mapping(node, deep)
 
@@ -69,15 +84,31 @@ def read_file(path: Path) -> dict[str, Any]:
         check_size(parsed)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8") from None
-    except Exception as error:  # PyYAML raises almost any for values like `!!int ""`
-        reason = " ".join(str(error).split()) if str(error) else type(error).__name__
-        raise ConfigError(printable(f"{path}: not {'TOML' if is_toml else 'YAML'}: {reason}")) from None
+    except Exception as error:
+        raise ConfigError(printable(f"{path}: not {'TOML' if is_toml else 'YAML'}: {_reason(error)}")) from None
     if parsed is None:
         return {}
     if not isinstance(parsed, dict):
         raise ConfigError(f"{path}: expected sections (server:, models:, ...), got {kind_of(parsed)}")
     _last = path.suffix, data, copy.deepcopy(parsed)
     return parsed
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, and where. No line of the file is quoted, and no value: both may be secrets."""
+    if isinstance(error, yaml.MarkedYAMLError):
+        problem, mark = str(error.problem), error.problem_mark or error.context_mark
+        is_quoting = isinstance(error, yaml.composer.ComposerError | yaml.constructor.ConstructorError)
+        if is_quoting or "tag handle" in problem:  # `key: *word` and `key: !word` are an alias and a tag
+            problem = re.split("['\"]", f"{error.context}: {problem}" if error.context else problem)[0].strip()
+        elif error.context:
+            problem = f"{error.context}: {problem}"
+        return problem + (f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else "")
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"a character is not allowed (position {error.position})"
+    if isinstance(error, tomllib.TOMLDecodeError | TooLarge):
+        return str(error)
+    return "nested too deep" if isinstance(error, RecursionError) else type(error).__name__
 
 
 def _load_yaml(text: str, is_json: bool) -> Any:
@@ -99,8 +130,12 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no number of JSON")
 
 
+class TooLarge(ValueError):
+    """The values of a file or a variable are too many, or nested too deep."""
+
+
 def check_size(parsed: Any) -> None:
-    """Raises `ValueError` for more values or a deeper nesting than a configuration needs.
+    """Raises `TooLarge` for more values or a deeper nesting than a configuration needs.
 
     A value counts wherever it is used: anchors of YAML can make a few lines mean billions of values, or contain
     themselves.
@@ -110,11 +145,11 @@ def check_size(parsed: Any) -> None:
         level = [value for value in level if isinstance(value, dict | list)]
         count += sum(map(len, level))
         if count > VALUES_MAX:
-            raise ValueError(f"more than {VALUES_MAX:,} values; each use of an anchor counts")
+            raise TooLarge(f"more than {VALUES_MAX:,} values; each use of an anchor counts")
         level = [item for value in level for item in (value.values() if isinstance(value, dict) else value)]
         if not level:
             return
-    raise ValueError(f"nested more than {DEPTH_MAX} deep; a configuration has 4 levels")
+    raise TooLarge(f"nested more than {DEPTH_MAX} deep; a configuration has 4 levels")
 
 
 def gather_models(raw: dict[str, Any], findings: Findings) -> None:

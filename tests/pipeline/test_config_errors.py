@@ -188,11 +188,11 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("c.yaml", "a: !!int ''", "not YAML: string index out of range"),
-        ("c.yaml", "a: !!float ''", "not YAML: string index out of range"),
-        ("c.yaml", "a: !!bool x", "not YAML: 'x'"),
-        ("c.yaml", "a: !!timestamp x", "not YAML: "),
-        ("c.yaml", "a: 2020-99-99", "not YAML: month"),
+        ("c.yaml", "a: !!int ''", "not YAML: a value is no valid int (line 1, column 4)"),
+        ("c.yaml", "a: !!float ''", "not YAML: a value is no valid float (line 1, column 4)"),
+        ("c.yaml", "a: !!bool x", "not YAML: a value is no valid bool (line 1, column 4)"),
+        ("c.yaml", "a: !!timestamp x", "not YAML: a value is no valid timestamp (line 1, column 4)"),
+        ("c.yaml", "a: 2020-99-99", "not YAML: a value is no valid timestamp (line 1, column 4)"),
         ("c.yaml", "a: &x [*x]", "not YAML: nested more than"),
         ("c.yaml", "a: &x {b: *x}", "not YAML: nested more than"),
         ("c.yaml", BOMB, "not YAML: more than 100,000 values; each use of an anchor counts"),
@@ -208,6 +208,44 @@ def test_a_hostile_file_is_refused(tmp_path: Path, name: str, text: str, reason:
         read_file(path)
     assert f"{name}: {reason}" in caught.value.message
     assert len(caught.value.message) < 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a: 1\nkey: hunter2: x", "mapping values are not allowed here (line 2, column 13)"),
+        (
+            "key: [hunter2",
+            "while parsing a flow sequence: expected ',' or ']', but got '<stream end>' (line 1, column 14)",
+        ),
+        ("key: *hunter2", "found undefined alias (line 1, column 6)"),
+        ("a: &hunter2 1\nb: &hunter2 2", "found duplicate anchor (line 2, column 4)"),
+        ("key: !hunter2 x", "could not determine a constructor for the tag (line 1, column 6)"),
+        ("key: !hunter2!x y", "while parsing a node: found undefined tag handle (line 1, column 6)"),
+        ("key: !!int hunter2", "a value is no valid int (line 1, column 6)"),
+        ("key: !!bool hunter2", "a value is no valid bool (line 1, column 6)"),
+        ("key: @hunter2", "found character '@' that cannot start any token (line 1, column 6)"),
+        ('key: "\\q hunter2"', "found unknown escape character 'q' (line 1, column 8)"),
+        ("hunter2\x07", "a character is not allowed (position 7)"),
+    ],
+)
+def test_an_error_of_yaml_has_its_place_and_no_secret(tmp_path: Path, text: str, reason: str) -> None:
+    """Support bundles and `starling doctor --json` keep the message."""
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_file(path)
+    assert reason in caught.value.message
+    assert "hunter2" not in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["key = hunter2", 'key = "hunter2', "key = ''hunter2''", 'key = "\\hunter2"'])
+def test_an_error_of_toml_has_no_secret(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="not TOML: ") as caught:
+        read_file(path)
+    assert "hunter2" not in caught.value.message
 
 
 @pytest.mark.parametrize("value", ["!!int ''", "!!bool x", "&x [*x]", "[" * 5000, "{a: 2020-99-99}"])
