@@ -86,7 +86,7 @@ def serial_of(text: str) -> str:
 def read_denied(data: bytes, path: str) -> frozenset[str]:
     """The entries of a list; `#` begins a comment. Raises `ConfigError`."""
     found = set()
-    for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
+    for number, line in enumerate(data.decode("utf-8", "replace").split("\n"), 1):
         entry = line.partition("#")[0].strip()
         if _NAME.fullmatch(entry):
             found.add(entry)

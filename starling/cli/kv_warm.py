@@ -41,15 +41,19 @@ class Warmed(NamedTuple):
 def read_requests(text: str, model: str, default: str = "") -> Iterator[tuple[int, str, dict[str, Any]]]:
     """(line number, URL path, body) of each line that is not empty.
 
-    `model` overrides the model of every line; without it a line's own model counts, then `default`.
+    `model` overrides the model of every line; without it a line's own model counts, then `default`. Only a newline ends
+    a line: JSON may contain U+2028 and other ends of lines of Unicode. Raises `ValueError` for a body that is not JSON.
     """
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         line = line.strip()
         if not line:
             continue
         try:
             value = json.loads(line) if line[0] in '{["' else line
-        except json.JSONDecodeError:
+        except json.JSONDecodeError as error:
+            if line[0] == "{":
+                reason = f"{error.msg} at column {error.colno}"
+                raise ValueError(f"line {number} begins with {{ and is not JSON: {reason}") from None
             value = line
         path, body = _request(value)
         name = model or body.get("model", default)
@@ -113,6 +117,8 @@ def warm(file: Path, model: str, key: str) -> int:
         requests = list(read_requests(file.read_text(encoding="utf-8"), model, config.models[0].name))
     except UnicodeDecodeError as error:
         raise click.ClickException(f"{file} is not UTF-8: {error}") from None
+    except ValueError as error:
+        raise click.ClickException(f"{file}: {error}; nothing was sent") from None
     done: list[Warmed] = []
     console = Console(highlight=False)
     columns = (SpinnerColumn(), TextColumn("{task.description}"))

@@ -43,3 +43,8 @@ class Launcher(Protocol):
 
         Raises `NotFound`, `StarlingError`.
         """
+
+
+def log_lines(text: str) -> list[str]:
+    """The lines of a log. Only a newline ends one: JSON may contain U+2028 and other ends of lines of Unicode."""
+    return text.removesuffix("\n").split("\n") if text else []

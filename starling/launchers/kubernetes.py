@@ -20,7 +20,7 @@ import yaml
 
 from pipeline.config.schema import FleetConfig
 from pipeline.errors import ConfigError, NotFound, StarlingError
-from starling.launchers.interface import LaunchedAgent, State
+from starling.launchers.interface import LaunchedAgent, State, log_lines
 
 CHART = Path(__file__).parent / "chart"
 CALL_S = 300.0  # for one call of helm or kubectl
@@ -79,7 +79,7 @@ class KubernetesLauncher:
             raise NotFound(f"there is no agent {agent_id!r}; `starling fleet launched` lists them")
         command = self._command("kubectl", "logs", pod, "--container", "agent", "--tail", str(lines))
         if not follow:
-            yield from self._call((*command, f"--request-timeout={REQUEST_S}s")).splitlines()
+            yield from log_lines(self._call((*command, f"--request-timeout={REQUEST_S}s")))
             return
         with subprocess.Popen(
             [*command, "--follow"], env=self._env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True

@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.config.schema import FleetConfig
 from pipeline.errors import ConfigError, NotFound, StarlingError
 from pipeline.extras import how_to_install
-from starling.launchers.interface import LaunchedAgent
+from starling.launchers.interface import LaunchedAgent, log_lines
 from starling.launchers.ray_actor import AgentHolder
 
 PREFIX = "ray-agent-"
@@ -99,11 +99,11 @@ class RayLauncher:
         if actor is None:
             raise NotFound(f"there is no agent {agent_id!r}; `starling fleet launched` lists them")
         data, position = self._ask(actor.log.remote(lines))
-        yield from data.decode("utf-8", "replace").splitlines()
+        yield from log_lines(data.decode("utf-8", "replace"))
         while follow:
             time.sleep(POLL_S)
             data, position = self._ask(actor.log_after.remote(position))
-            yield from data.decode("utf-8", "replace").splitlines()
+            yield from log_lines(data.decode("utf-8", "replace"))
 
     def _environment(self) -> dict[str, str]:
         """What of this machine's configuration agents elsewhere need. Secrets are not sent."""

@@ -410,6 +410,7 @@ def test_the_page_cache_is_asked_about_a_file(tmp_path: Path) -> None:
 def test_values_of_metrics_are_added_up() -> None:
     text = '# HELP a A.\na{m="x y"} 1.5\na{m="z"} 2\nb 3\nbroken\nc nan\n{} 4\n'
     assert values(text) == {"a": 3.5, "b": 3.0}
+    assert values('a{m="x\u2028y\x85 5"} 1.5\n') == {"a": 1.5}, "only a newline ends a line"
 
 
 @given(st.text())

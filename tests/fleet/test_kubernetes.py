@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -369,6 +370,21 @@ def test_missing_programs_are_named(tmp_path: Path) -> None:
         launcher.start(1)
     with pytest.raises(ConfigError, match="needs kubectl, which is not in PATH"):
         launcher.list()
+
+
+def test_a_line_of_a_log_ends_at_a_newline_alone(tmp_path: Path) -> None:
+    """A record in JSON may contain other ends of lines of Unicode. `kubectl` is a script."""
+    record = '{"event": "a\u2028b\x0cc\x85d"}'
+    (tmp_path / "log").write_text(f"{record}\nsecond\n")
+    pod = {"metadata": {"name": "a-0"}, "spec": {"nodeName": "n"}, "status": {}}
+    (tmp_path / "pods").write_text(json.dumps({"items": [pod]}))
+    script = tmp_path / "kubectl"
+    script.write_text(f'#!/bin/sh\ncase "$*" in *" logs "*) cat {tmp_path}/log ;; *) cat {tmp_path}/pods ;; esac\n')
+    script.chmod(0o755)
+    launcher = KubernetesLauncher(FleetConfig(), {"PATH": f"{tmp_path}:/usr/bin:/bin", "LC_ALL": "C.UTF-8"})
+    [agent] = launcher.list()
+    for follow in (False, True):
+        assert list(launcher.logs(agent.agent_id, 9, follow=follow)) == [record, "second"]
 
 
 def test_replicas_are_placed_by_a_running_fleet() -> None:

@@ -466,5 +466,5 @@ def test_a_certificate_without_exactly_one_name_is_of_no_one(names: tuple[tuple[
 
 
 def test_lists_have_comments_names_and_serial_numbers() -> None:
-    data = b"# stolen\n\n 0a:0B \nagent:one # since May\norchestrator:o-1\n"
+    data = "# stolen\u2028by a thief\n\n 0a:0B \nagent:one # since May\norchestrator:o-1\n".encode()
     assert read_denied(data, "denied") == {"A0B", "agent:one", "orchestrator:o-1"}

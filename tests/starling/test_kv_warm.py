@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -40,6 +41,24 @@ Once upon a time
         (9, "/v1/generate", {"prompt": [1], "max_tokens": 1, "model": "other"}),
     ]
     assert {body["model"] for _, _, body in read_requests(lines, "one", "m")} == {"one"}
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c"])
+def test_only_a_newline_ends_a_line(end: str) -> None:
+    body = json.dumps({"prompt": f"one{end}two"}, ensure_ascii=False)
+    lines = f"{body}\r\nplain{end}text\n"
+    assert [(number, sent["prompt"]) for number, _, sent in read_requests(lines, "m")] == [
+        (1, f"one{end}two"),
+        (2, f"plain{end}text"),
+    ]
+
+
+def test_a_body_that_is_not_json_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_text('hello\n{"prompt": "x}\n')
+    done = CliRunner().invoke(cli, ["kv", "warm", str(file)], standalone_mode=False)
+    assert isinstance(done.exception, click.ClickException)
+    assert f"{file}: line 2 begins with {{ and is not JSON: Unterminated string" in done.exception.message
 
 
 class Server(BaseHTTPRequestHandler):

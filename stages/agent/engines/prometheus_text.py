@@ -11,7 +11,7 @@ _PAIR = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 def values(text: str) -> dict[str, float]:
     """Sum of each series' values, by name."""
     found: dict[str, float] = {}
-    for line in text.splitlines():
+    for line in text.split("\n"):
         if line.startswith("#"):
             continue
         head, _, value = line.rpartition(" ")
@@ -28,7 +28,7 @@ def values(text: str) -> dict[str, float]:
 def by_label(text: str, name: str, label: str) -> dict[str, float]:
     """The values of the series `name` by the value of one of their labels, each summed over the others."""
     found: dict[str, float] = {}
-    for line in text.splitlines():
+    for line in text.split("\n"):
         head, _, value = line.rpartition(" ")
         if not head.startswith(name + "{"):
             continue
