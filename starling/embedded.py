@@ -22,7 +22,8 @@ import operator
 import secrets
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -134,7 +135,7 @@ class Embedded:
         for name in SERVER_FIELDS:
             if name in fields:
                 raise InvalidRequest(f"{name} is a field of the HTTP server; leave it out of submit", name)
-        given = prompt if isinstance(prompt, str) else [_plain(token) for token in prompt]
+        given = prompt if isinstance(prompt, str) else _token_ids(prompt)
         parsed = generate.read({"prompt": given, **fields})
         if (n := len(parsed.prompts)) != 1:
             raise InvalidRequest(f"prompt has {n} prompts; one submit makes one text: submit {n} times", "prompt")
@@ -205,11 +206,18 @@ class Embedded:
     def generate(self, prompt: str | Sequence[int], **fields: Any) -> Generation:
         """Submit a request, compute until it has ended, and release it. Other requests advance with it.
 
-        Raises as `submit` does, and the request's error if it ends with one.
+        Raises as `submit` does, and the request's error if it ends with one. Whatever interrupts it, such as Ctrl-C,
+        ends the request.
         """
         request_id = self.submit(prompt, **fields)
-        while not self._requests[request_id].finish_reason:
-            self.step()
+        try:
+            while not self._requests[request_id].finish_reason:
+                self.step()
+        except BaseException:
+            with suppress(StarlingError):  # the engine may be closed
+                self.release(request_id)
+            self._requests.pop(request_id, None)
+            raise
         result = self.release(request_id)
         if result.error is not None:
             raise result.error
@@ -366,6 +374,17 @@ class Embedded:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _token_ids(prompt: object) -> list[object]:
+    """A prompt that is no text. Raises `InvalidRequest` for one that has numbers and is no sequence of token ids."""
+    is_bytes = isinstance(prompt, bytes | bytearray) or (isinstance(prompt, memoryview) and prompt.itemsize == 1)
+    if is_bytes or isinstance(prompt, Mapping | Set) or not isinstance(prompt, Iterable):
+        remedy = "; decode it" if is_bytes else ""
+        raise InvalidRequest(
+            f"prompt is of type {type(prompt).__name__}: expected a text or a sequence of token ids{remedy}", "prompt"
+        )
+    return [_plain(token) for token in prompt]
 
 
 def _plain(token: object) -> object:

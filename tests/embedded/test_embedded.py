@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -314,6 +315,43 @@ def test_requests_of_a_lower_priority_number_are_computed_earlier(model_path: Pa
 def test_a_prompt_that_cannot_be_computed_is_refused(engine: Embedded, given: Any) -> None:
     with pytest.raises(InvalidRequest, match="prompt"):
         engine.submit(given, max_tokens=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "given", [b"text", bytearray(b"text"), memoryview(b"text"), {1: "a"}, {1, 2}, frozenset([1]), 5, None]
+)
+def test_a_prompt_that_is_neither_text_nor_a_sequence_is_refused(engine: Embedded, given: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"prompt is of type {type(given).__name__}: expected a text or a seq"):
+        engine.submit(given, max_tokens=1)
+    assert engine.stats().requests_kept == 0
+
+
+@pytest.mark.slow
+def test_what_interrupts_generate_ends_its_request(engine: Embedded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a step, or any exception; other requests go on."""
+    fields: dict[str, Any] = {"max_tokens": 9, "seed": 1, "ignore_eos": True}
+    undisturbed = engine.generate(prompt(0), **fields)
+    group, computed = engine._open_parts().group, list[int]()
+    compute = group.compute
+
+    def interrupted(step: int) -> Any:
+        computed.append(step)
+        if len(computed) == 3:
+            signal.raise_signal(signal.SIGINT)
+        if len(computed) == 6:
+            raise MemoryError
+        return compute(step)
+
+    monkeypatch.setattr(group, "compute", interrupted)
+    other = engine.submit(prompt(0), **fields)
+    for kind in (KeyboardInterrupt, MemoryError):
+        with pytest.raises(kind):
+            engine.generate(prompt(1), **fields)
+        assert engine.stats().requests_kept == 1
+    engine.run()
+    assert engine.release(other).tokens == undisturbed.tokens
+    assert engine.stats().kv_pages_leased == 0
 
 
 @pytest.mark.slow
