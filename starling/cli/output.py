@@ -2,18 +2,25 @@
 
 A command that writes to a full disk or to a closed pipe ends. A command that reads a file or a socket handles their
 errors, and must take none of standard output for one of these.
+
+Standard output has the locale's encoding. A character that this lacks is shown as `?` on a terminal. A file or a pipe
+gets it as JSON escapes it: it must not be lost there, and a JSON object must stay one.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import io
+import json
 import os
 import sys
 from typing import Any, BinaryIO, cast
 
 import click
+
+ESCAPED = "starling.escaped"  # the error handler of encodings
 
 
 class OutputError(Exception):
@@ -50,10 +57,26 @@ def install() -> None:
     sys.stdout = io.TextIOWrapper(
         cast(BinaryIO, raw) if stream.write_through else io.BufferedWriter(raw),  # PYTHONUNBUFFERED
         stream.encoding,
-        stream.errors,
+        _errors_of(stream),
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
+
+
+def _errors_of(stream: io.TextIOWrapper) -> str | None:
+    """The handler of characters that the encoding lacks: that of the caller's PYTHONIOENCODING, if it has one."""
+    if stream.errors != "strict":
+        return stream.errors
+    if stream.isatty():
+        return "replace"
+    codecs.register_error(ESCAPED, _escaped)
+    return ESCAPED
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
 def discard() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -159,6 +160,36 @@ def test_no_output_at_all_is_no_error(home: Path) -> None:
 
     done = subprocess.run(line, env=env, stderr=subprocess.PIPE, timeout=240, check=False, preexec_fn=close)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+LATIN = {"PYTHONIOENCODING": "iso-8859-1", "STARLING_SERVER__RUN_DIR": "/tmp/\u00fc\u2019\U0001f600"}
+
+
+def test_a_file_gets_characters_that_the_encoding_lacks_as_in_json(home: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **LATIN}
+    for option in ([], ["--json"]):
+        done = subprocess.run([sys.executable, "-m", "starling", "config", *option], env=env, capture_output=True)
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert b"/tmp/\xfc\\u2019\\ud83d\\ude00" in done.stdout
+    assert json.loads(done.stdout.decode("iso-8859-1"))["server"]["run_dir"] == LATIN["STARLING_SERVER__RUN_DIR"]
+    env["PYTHONIOENCODING"] = "iso-8859-1:ignore"  # what the user asks for
+    done = subprocess.run([sys.executable, "-m", "starling", "config", "--json"], env=env, capture_output=True)
+    assert b'"/tmp/\xfc"' in done.stdout
+
+
+def test_a_terminal_shows_a_replacement_for_characters_that_it_lacks(home: Path) -> None:
+    master, slave = os.openpty()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **LATIN}
+    command = [sys.executable, "-m", "starling", "config", "--json"]
+    with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=slave, stderr=slave) as process:
+        os.close(slave)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO: the program has ended
+            while part := os.read(master, 65536):
+                shown += part
+    os.close(master)
+    assert process.returncode == 0
+    assert b'"/tmp/\xfc??"' in shown
 
 
 @pytest.mark.parametrize("output", ["/dev/full", "a pipe without a reader"])
