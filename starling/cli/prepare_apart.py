@@ -17,6 +17,7 @@ from pipeline.errors import ResourceError, StarlingError
 from pipeline.models import attention_factor, store
 from shm.checkpoint import CheckpointError
 from starling.cli.forked_program import ForkedProgram, can_fork
+from starling.cli.interrupts import Ended
 from starling.cli.run_command import run_program
 
 COMMAND = ["starling", "prepare"]  # what `ps` shows
@@ -53,9 +54,13 @@ def _is_new(model: ModelConfig) -> bool:
 
 
 def _wait(child: ForkedProgram) -> int:
-    """The child's exit code. Ctrl-C does not reach the child's process group: it is passed on."""
+    """The child's exit code. Signals do not reach the child's process group: they are passed on."""
     while True:
         try:
             return child.wait()
         except KeyboardInterrupt:
             os.kill(child.pid, signal.SIGINT)
+        except Ended as end:
+            os.kill(child.pid, end.signal)
+            child.wait()  # a second signal ends this process, and the child with it
+            raise

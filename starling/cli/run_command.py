@@ -15,7 +15,7 @@ import click
 from pipeline.config import paths
 from pipeline.errors import ConfigError, InvalidRequest, NotFound, ResourceError, StarlingError
 from pipeline.runtime.process import EXIT_CONFIG, EXIT_FATAL, EXIT_USAGE
-from starling.cli import output, standard_streams, terminal
+from starling.cli import interrupts, output, standard_streams, terminal
 
 EXIT_INTERRUPTED = 130
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of a disk that takes nothing until it is changed
@@ -72,6 +72,9 @@ def _run(program: Callable[[], object]) -> int:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the program, without a traceback
         terminal.complain("interrupted")
         return EXIT_INTERRUPTED
+    except interrupts.Ended as end:
+        terminal.complain(f"ended by {end.signal.name}")
+        raise
     return code if isinstance(code, int) else 0
 
 

@@ -33,6 +33,7 @@ from pipeline.runtime.directory_lock import ServerLocks
 from pipeline.runtime.process import AWAITED_VARIABLE, EXIT_FATAL, ORPHANS_VARIABLE, die_with_parent
 from pipeline.supervise import cleanup, listen_fd
 from pipeline.supervise.unix_listener import socket_path
+from starling.cli import interrupts
 from starling.cli.bounded_output import BoundedOutput
 from starling.cli.forked_supervisor import ensure_room
 from starling.cli.honcho_patch import SIGNALS
@@ -52,9 +53,10 @@ ANSWER_S = 1.0  # for each step of the answer of /ready; then it is asked again
 @click.command(
     epilog=exit_codes(
         {
-            0: "ended on request",
+            0: "ended on request, once all stages had been started",
             1: "a stage was given up, or still runs; or a model was not prepared, and a retry may cure that",
             78: "the configuration or the machine must be changed first",
+            143: "ended by SIGTERM before the stages were started (129: SIGHUP, 130: SIGINT)",
         }
     )
 )
@@ -83,6 +85,7 @@ def up(while_used: bool, with_parent: bool, standby: bool) -> int:
             return 0
         begun = time.time()
     timeline = Timeline(begun)
+    interrupts.raise_ended()  # until honcho handles them
     config = load()
     check_faults(os.environ)
     timeline.reached("command")
