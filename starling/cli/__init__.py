@@ -19,6 +19,7 @@ interrupts.end_silently()  # before the imports that take time
 import click  # noqa: E402
 
 from pipeline.runtime.paused_collector import paused_collector  # noqa: E402
+from starling.cli import env_file  # noqa: E402
 from starling.cli.options import exit_codes  # noqa: E402
 from starling.cli.run_command import run_command  # noqa: E402
 
@@ -270,6 +271,7 @@ def cli(config_file: str | None) -> None:
 
     A command acts on the server of STARLING_HOME (default: ~/.starling).
     """
+    env_file.merge(os.environ)
     if os.environ.get("NO_COLOR"):
         click.get_current_context().color = False
     if config_file:

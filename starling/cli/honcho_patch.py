@@ -46,11 +46,11 @@ from pipeline.errors import ConfigError
 from pipeline.runtime.malloc_trim import trim
 from pipeline.runtime.process import EXIT_FATAL, LOST_SIGNAL_S
 from pipeline.supervise.restart_policy import RestartPolicy
-from starling.cli import forked_supervisor
+from starling.cli import env_file, forked_supervisor
 from starling.cli.bounded_output import BoundedOutput
+from starling.cli.env_file import ENV_FILE
 from starling.cli.honcho_outputs import Outputs
 
-ENV_FILE = ".env"  # in the working directory
 FIRST_PORT = 5000  # honcho gives each process a variable PORT
 HEALTHY_S = 5.0  # a process that has run for so long counts as one that had been ready
 HELD_S = 0.1  # between two checks whether a killed process is due, or the server stops
@@ -107,23 +107,19 @@ class Manager(manager.Manager):
 
     @classmethod
     def of_procfile(cls, procfile: Path, environment: Mapping[str, str]) -> Self:
-        """A manager of the processes of a Procfile, with the settings in `.env`, as `honcho start` makes it.
+        """A manager of the processes of a Procfile, as `honcho start` makes it.
 
         Raises `ConfigError`: the Procfile cannot be read, or PORT is no number.
         """
         try:
-            settings = environ.parse(Path(ENV_FILE).read_text())
-        except OSError:
-            settings = {}
-        try:
             processes = environ.parse_procfile(procfile.read_text()).processes
         except OSError as error:
             raise ConfigError(f"{procfile}: cannot read the Procfile: {error.strerror}") from None
-        port = str(settings.get("PORT") or environment.get("PORT") or FIRST_PORT)
+        port = environment.get("PORT") or str(FIRST_PORT)
         if not port.isdecimal():
-            raise ConfigError(f"PORT is {port!r}: expected a number; correct it in .env or the environment")
+            raise ConfigError(f"PORT is {port!r}: expected a number; correct it in {ENV_FILE} or the environment")
         own = cls(Printer(sys.stdout, colour=not environment.get("NO_COLOR"), prefix=True))
-        for process in environ.expand_processes(processes, env=settings, port=int(port)):
+        for process in environ.expand_processes(processes, port=int(port)):
             env = {**environment, **process.env}
             own.add_process(process.name, process.cmd, quiet=process.quiet, env=env)
         return own
@@ -266,6 +262,7 @@ def main() -> None:
     if (command, option) != ("start", "-f"):
         raise ValueError(f"{sys.argv[1:]}: expected start -f PROCFILE")
     try:
+        env_file.merge(os.environ)
         own = Manager.of_procfile(Path(procfile), os.environ)
     except ConfigError as error:
         print(error.message, file=sys.stderr)

@@ -310,7 +310,7 @@ print(child.stdout.read().decode(), child.wait())
 
 
 def test_processes_get_the_settings_that_honcho_gives_them(tmp_path: Path) -> None:
-    """Those of `.env` in the working directory, a name and a port for each."""
+    """A name and a port for each, and those of `.env` in the working directory that the environment lacks."""
     os.mkfifo(tmp_path / "gate")  # neither ends before the other has printed its line: honcho would end the other, too
     ends = {"one": ": > gate", "two": ": < gate"}
     lines = [f'{name}: echo "$HONCHO_PROCESS_NAME $PORT $GREETING"; {end}' for name, end in ends.items()]
@@ -318,22 +318,24 @@ def test_processes_get_the_settings_that_honcho_gives_them(tmp_path: Path) -> No
     command = [sys.executable, "-m", "starling.cli.honcho_patch"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "GREETING": "of the caller", "PORT": "7000"}
 
-    def start(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *arguments], cwd=tmp_path, env=env, capture_output=True, text=True)
+    def start(*arguments: str, lacks: str = "") -> subprocess.CompletedProcess[str]:
+        given = {name: value for name, value in env.items() if name not in lacks.split()}
+        return subprocess.run([*command, *arguments], cwd=tmp_path, env=given, capture_output=True, text=True)
 
     done = start("start", "-f", "Procfile")
     assert done.returncode == 0, done.stderr
     assert "one.1 7000 of the caller" in done.stdout
     assert "two.1 7100 of the caller" in done.stdout
     (tmp_path / ".env").write_text("GREETING=hello\nPORT=7200\n")
-    done = start("start", "-f", "Procfile")
+    assert "one.1 7000 of the caller" in start("start", "-f", "Procfile").stdout
+    done = start("start", "-f", "Procfile", lacks="GREETING PORT")
     assert "one.1 7200 hello" in done.stdout
     assert "two.1 7300 hello" in done.stdout
     assert "expected start -f PROCFILE" in start("run", "-f", "Procfile").stderr
     done = start("start", "-f", "none")
     assert (done.returncode, done.stderr) == (1, "none: cannot read the Procfile: No such file or directory\n")
     (tmp_path / ".env").write_text("PORT=http\n")
-    done = start("start", "-f", "Procfile")
+    done = start("start", "-f", "Procfile", lacks="PORT")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "PORT is 'http': expected a number" in done.stderr
 

@@ -1,15 +1,17 @@
-"""Modules in the user's working directory are not imported by the programs that a command starts."""
+"""What a command takes from the user's working directory: the variables in `.env`, and no module."""
 
 from __future__ import annotations
 
 import ast
 import itertools
+import json
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -77,6 +79,53 @@ def test_a_command_starts_in_any_directory(project: Path, tmp_path: Path, kind: 
     assert not (project / "executed").exists()
     assert (done.returncode, done.stderr) == (0, "")
     assert "Usage: " in done.stdout
+
+
+def settings(home: Path, folder: Path, **variables: str) -> Any:
+    """The configuration of a command in `folder`."""
+    command = [sys.executable, "-m", "starling", "config", "--json"]
+    env = environment(home, **variables)
+    return json.loads(subprocess.run(command, cwd=folder, env=env, capture_output=True, check=True).stdout)
+
+
+def test_every_command_has_the_settings_of_the_env_file(tmp_path: Path) -> None:
+    """`run` and `status` look for the server that `up` starts. The environment takes precedence."""
+    (tmp_path / ".env").write_text("# it's ours\nSTARLING_SERVER__PORT = 9009\nSTARLING_SERVER__HOST='::1'\nnothing\n")
+    assert settings(tmp_path, tmp_path)["server"]["port"] == 9009
+    found = settings(tmp_path, tmp_path, STARLING_SERVER__PORT="9010")["server"]
+    assert (found["port"], found["host"]) == (9010, "::1")
+    (tmp_path / ".env").unlink()
+    (tmp_path / ".env").mkdir()
+    assert settings(tmp_path, tmp_path)["server"]["port"] == 8080
+
+
+def test_up_checks_the_port_of_the_env_file(tmp_path: Path) -> None:
+    """It checked another one than its stages used, and then waited for ever for that."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        (tmp_path / ".env").write_text(f"STARLING_SERVER__PORT={port}\n")
+        command = [sys.executable, "-m", "starling", "up"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True)
+    assert done.returncode == 78
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"A=1\nKEY=hunter2's\n", ".env, line 2: No closing quotation"),
+        (b"A=1\n\nKEY=hunter2\xff\n", ".env, line 3: it is not UTF-8"),
+        (b"KEY=hunter2\0\n", ".env, line 1: a zero byte"),
+    ],
+)
+def test_an_env_file_that_cannot_be_read_is_one_message(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / ".env").write_bytes(content)
+    command = [sys.executable, "-m", "starling", "up"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (78, "")
+    assert done.stderr.startswith(f"starling: {reason}")
+    assert done.stderr.count("\n") == 1
+    assert "hunter2" not in done.stderr
 
 
 def test_the_server_of_a_command_starts_in_any_directory(project: Path, tmp_path: Path) -> None:
