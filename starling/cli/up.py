@@ -176,7 +176,7 @@ def choose_arena_dir(config: Config, shm: Path = Path("/dev/shm")) -> Path | Non
         "(STARLING_SERVER__ARENA_DIR)"
     )
     other = paths.home() / "arenas"
-    if config.server.arena_dir or _free(other) + disk_bytes(other / name) < need:
+    if config.server.arena_dir or _free(other) + disk_bytes(other / paths.arena_name(config)) < need:
         raise ResourceError(f"the arenas need {need >> 20} MB, and {home} has {free >> 20} MB free; {advice}")
     click.echo(
         f"{home} has {free >> 20} MB free and the arenas need {need >> 20} MB: they go to {other}, which is "
