@@ -118,7 +118,7 @@ def test_the_disk_of_a_home_is_measured_where_arenas_are(
     monkeypatch.setenv("HOME", str(tmp_path / "shm"))
     (tmp_path / "shm").mkdir()
     room(monkeypatch, shm=600, disk=0)
-    assert up_module.choose_arena_dir(resolve({"server": {"arena_dir": configured}}, {})) == {}
+    assert up_module.choose_arena_dir(resolve({"server": {"arena_dir": configured}}, {})) is None
 
 
 @pytest.mark.parametrize("configured", ["", "/dev/shm"])
