@@ -15,6 +15,7 @@ from pipeline.config import paths
 from pipeline.config.load import load as load_config
 from pipeline.config.load import resolve
 from pipeline.config.schema import Config, ModelConfig
+from pipeline.config.user_home import expand_user
 from pipeline.errors import ConfigError, ModelNotFound, ResourceError
 from pipeline.models.arena_sizes import max_positions
 from shm.arena import Arena
@@ -71,7 +72,7 @@ def choose_model(
     name = str(model)
     is_url = not isinstance(model, Path) and "://" in name
     is_file = is_url or isinstance(model, Path) or name.endswith(".gguf")
-    path = name if is_url else str(Path(name).expanduser().absolute())
+    path = name if is_url else str(expand_user(name).absolute())
     if isinstance(config, Config):
         given = config
     else:

@@ -13,6 +13,7 @@ from pipeline.blobs.http import HttpStore
 from pipeline.blobs.interface import BlobStore
 from pipeline.config import paths
 from pipeline.config.schema import Config
+from pipeline.config.user_home import expand_user
 from pipeline.coordination.address import SERVERS
 
 
@@ -56,5 +57,5 @@ def _open(address: str, config: Config, env: paths.Env, *, is_private: bool = Fa
         endpoint = config.fleet.blobs_endpoint if is_own else ""
         return CloudStore(address, endpoint, config.fleet.blobs_region if is_own else "")
     given = unquote(urlsplit(address).path) if scheme == "file" else address
-    root = Path(os.path.abspath(Path(given).expanduser())) if given else paths.home(env) / "blobs"
+    root = Path(os.path.abspath(expand_user(given, env))) if given else paths.home(env) / "blobs"
     return FolderStore(root, is_private=is_private)

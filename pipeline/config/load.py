@@ -26,6 +26,7 @@ from pipeline.config.file import complete, gather_models, read_file
 from pipeline.config.paths import pulled_names
 from pipeline.config.rules import check_rules
 from pipeline.config.schema import Config, mask
+from pipeline.config.user_home import expand_user
 from pipeline.errors import ConfigError
 
 FILE_NAMES = ("starling.yaml", "starling.yml", "starling.toml")
@@ -37,7 +38,7 @@ def find_file(path: str | Path | None = None, env: Env = os.environ, cwd: Path |
     """The configuration file that `load` reads; None when there is none."""
     asked = path or env.get("STARLING_CONFIG")
     if asked:
-        return Path(os.path.expanduser(asked))
+        return expand_user(asked, env)
     shipped = Path(__file__).resolve().parents[2] / "configs" / "default.yaml"
     candidates = [*_in_working_directory(cwd), shipped]
     return next((candidate for candidate in candidates if candidate.is_file()), None)

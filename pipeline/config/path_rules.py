@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from pipeline.config.schema import Config
+from pipeline.config.user_home import expand_user
+from pipeline.errors import ConfigError
 
 REASON = "there is no such user; write the whole path"
 
@@ -39,5 +41,8 @@ def problems(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def has_unknown_user(path: str) -> bool:
-    """Whether the path begins with ~USER and there is no such user: `Path.expanduser` raises a `RuntimeError` then."""
-    return path.startswith("~") and os.path.expanduser(path) == path
+    """Whether the path begins with ~USER and there is no such user, or with ~ and the user's home is not known."""
+    try:
+        return path.startswith("~") and str(expand_user(path)) == str(Path(path))
+    except ConfigError:
+        return True

@@ -24,13 +24,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import pwd
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.config.path_rules import REASON, has_unknown_user
 from pipeline.config.schema import Config
+from pipeline.config.user_home import expand_user, user_home
 from pipeline.errors import ConfigError
 
 Env = Mapping[str, str]
@@ -43,26 +43,8 @@ def home(env: Env = os.environ) -> Path:
     given = env.get("STARLING_HOME", "")
     if has_unknown_user(given) and given != "~" and not given.startswith("~/"):
         raise ConfigError(f"STARLING_HOME = {given!r}: {REASON}", "STARLING_HOME")
-    if not given:
-        base = _user_home(env) / ".starling"
-    elif given == "~" or given.startswith("~/"):
-        base = _user_home(env) / given[2:]
-    else:
-        base = Path(given).expanduser()
+    base = expand_user(given, env) if given else user_home(env, "set HOME or STARLING_HOME") / ".starling"
     return Path(os.path.abspath(base))
-
-
-def _user_home(env: Env) -> Path:
-    """HOME; if it is not set or empty, what the user database says. Raises `ConfigError`."""
-    found = env.get("HOME", "")
-    if not found:
-        with contextlib.suppress(KeyError):
-            found = pwd.getpwuid(os.getuid()).pw_dir
-    if not found:
-        raise ConfigError(
-            f"the home directory of user {os.getuid()} is not known: set HOME or STARLING_HOME", "STARLING_HOME"
-        )
-    return Path(found)
 
 
 def models_dir(env: Env = os.environ) -> Path:
@@ -145,4 +127,4 @@ def _recorded_arena_parent(run: Path) -> Path | None:
 
 
 def _configured(path: str) -> Path | None:
-    return Path(os.path.abspath(Path(path).expanduser())) if path else None
+    return Path(os.path.abspath(expand_user(path))) if path else None

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from pipeline.config import core_rules, engine_rules, path_rules
 from pipeline.config.addresses import check_address
 from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig
+from pipeline.config.user_home import expand_user
 from pipeline.durations import FORM, seconds_of
 from pipeline.errors import ConfigError, InvalidRequest
 from pipeline.models import sources
@@ -287,7 +288,7 @@ def _server(config: Config) -> Iterator[Rule]:
     if not _may_be_host(server.host) or not (server.host or server.unix_socket):
         reason = "expected a host name or an address to listen on; only with server.unix_socket may it be empty"
         yield Rule("server.host", repr(server.host), reason)
-    if server.unix_socket and len(os.fsencode(os.path.abspath(os.path.expanduser(server.unix_socket)))) > MAX_PATH:
+    if server.unix_socket and len(os.fsencode(os.path.abspath(expand_user(server.unix_socket)))) > MAX_PATH:
         reason = f"more than {MAX_PATH} bytes, which is what the address of a socket holds; name a shorter path"
         yield Rule("server.unix_socket", repr(server.unix_socket), reason)
     yield from _tls(config)

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from pipeline.config import paths
 from pipeline.config.schema import Config
+from pipeline.config.user_home import expand_user
 from pipeline.coordination.interface import CoordinationStore
 from pipeline.errors import ConfigError
 
@@ -37,4 +38,4 @@ def open_store(config: Config, env: paths.Env = os.environ) -> CoordinationStore
     from pipeline.coordination.sqlite_store import SqliteStore
 
     given = address.removeprefix("sqlite:")
-    return SqliteStore(Path(os.path.abspath(Path(given).expanduser())) if given else paths.home(env) / "fleet.db")
+    return SqliteStore(Path(os.path.abspath(expand_user(given, env))) if given else paths.home(env) / "fleet.db")

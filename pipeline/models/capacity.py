@@ -16,6 +16,7 @@ from typing import NamedTuple
 from pipeline import cgroup, procfs
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
+from pipeline.config.user_home import expand_user
 from pipeline.errors import ResourceError
 from pipeline.models import arena_sizes, store, weight_copies, worker_groups
 from shm.arena import unreserved_bytes
@@ -124,7 +125,7 @@ def adapters_need(model: ModelConfig) -> int:
 
     The worker group that loads them refuses more than `adapters_mb` (stages/worker/checkpoint/prepare.py).
     """
-    return min(sum(_adapter_bytes(Path(one.path).expanduser()) for one in model.adapters), model.adapters_mb << 20)
+    return min(sum(_adapter_bytes(expand_user(one.path)) for one in model.adapters), model.adapters_mb << 20)
 
 
 def _adapter_bytes(path: Path) -> int:

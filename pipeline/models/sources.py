@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from pipeline.config.user_home import expand_user
 from pipeline.errors import ConfigError, InvalidRequest
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
@@ -102,7 +103,7 @@ def parse(text: str) -> Source:
     if not text or "\0" in text or (re.match(r"[a-z][a-z0-9+]*:", text) and not text.startswith("file:")):
         raise InvalidRequest(f"source {text[:200]!r}: {EXPECTED}", "source")
     plain = unquote(urlsplit(text).path) if text.startswith("file://") else text.removeprefix("file:")
-    return FileSource(Path(os.path.abspath(os.path.expanduser(plain))))
+    return FileSource(Path(os.path.abspath(expand_user(plain))))
 
 
 def _web(text: str) -> WebSource:

@@ -30,6 +30,7 @@ from typing import NamedTuple
 from pipeline.catalog import pulled
 from pipeline.catalog.pulled import published_name
 from pipeline.config.schema import ModelConfig
+from pipeline.config.user_home import expand_user
 from pipeline.errors import ConfigError, ModelDamaged, ModelUnavailable
 from pipeline.files import sync_directory
 from pipeline.models import demo_models, digests, registry, sources
@@ -90,7 +91,7 @@ def gguf_path(model: ModelConfig, models_dir: Path) -> Path:
     if _is_url(model.path):
         tag = hashlib.sha256(model.path.encode()).hexdigest()[:8]
         return models_dir / f"{model.slug}-{tag}.gguf"
-    return Path(os.path.abspath(Path(model.path.removeprefix("file://")).expanduser()))
+    return Path(os.path.abspath(expand_user(model.path.removeprefix("file://"))))
 
 
 def find(model: ModelConfig, models_dir: Path) -> LocalModel | None:

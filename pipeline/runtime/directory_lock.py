@@ -23,6 +23,7 @@ import msgspec
 
 from pipeline.config import paths
 from pipeline.config.schema import Config
+from pipeline.config.user_home import expand_user
 from pipeline.errors import ConfigError
 from pipeline.runtime.run_dir import describe_process
 from shm.arena import process_ticks
@@ -82,7 +83,7 @@ class ServerLocks:
         }
         for model in config.models:
             if model.spill_path:
-                directory = Path(os.path.abspath(Path(model.spill_path).expanduser()))
+                directory = Path(os.path.abspath(expand_user(model.spill_path)))
                 wanted.setdefault(directory, f"spill_path of model {model.name!r}")
         self._locks: list[DirectoryLock] = []
         try:

@@ -14,6 +14,7 @@ import stat
 from pathlib import Path
 
 from pipeline.config.schema import Config
+from pipeline.config.user_home import expand_user
 from pipeline.errors import ConfigError
 
 BACKLOG = 1024
@@ -68,7 +69,7 @@ def listener_of(config: Config) -> UnixListener | None:
 
 def socket_path(config: Config) -> Path:
     """Where the server listens; only with `server.unix_socket`."""
-    return Path(os.path.abspath(os.path.expanduser(config.server.unix_socket)))
+    return Path(os.path.abspath(expand_user(config.server.unix_socket)))
 
 
 def peer_uid(connection: socket.socket) -> int:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from pipeline.config.schema import Config
+from pipeline.config.user_home import expand_user
 from pipeline.errors import ConfigError
 
 MAX_BYTES = 1 << 20  # of a file
@@ -85,7 +86,7 @@ def files_of(config: Config) -> CertificateFiles | None:
 
 def absolute(path: str) -> str:
     """The path without `~`; "" stays."""
-    return os.path.abspath(os.path.expanduser(path)) if path else ""
+    return os.path.abspath(expand_user(path)) if path else ""
 
 
 def read_certificate(files: CertificateFiles, known: bytes = b"") -> Certificate | None:

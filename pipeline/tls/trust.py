@@ -7,12 +7,12 @@ the same home accept exactly these, whatever names they were made for: they conn
 from __future__ import annotations
 
 import logging
-import os
 import ssl
 from pathlib import Path
 
 from pipeline.config import paths
 from pipeline.config.schema import Config
+from pipeline.config.user_home import expand_user
 from pipeline.errors import ConfigError, InvalidRequest
 from pipeline.files import replace_file
 from pipeline.tls.certificate import MAX_BYTES, files_of, first_certificate
@@ -58,7 +58,7 @@ def other_server(cacert: str = "") -> ssl.SSLContext:
         return ssl.create_default_context()
     context = _context()
     try:
-        context.load_verify_locations(os.path.expanduser(cacert))
+        context.load_verify_locations(expand_user(cacert))
     except OSError as error:  # and ssl.SSLError
         reason = error.strerror if not isinstance(error, ssl.SSLError) else "it has no certificate in PEM format"
         raise InvalidRequest(f"--cacert {cacert}: {reason}", "cacert") from None

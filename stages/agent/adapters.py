@@ -24,6 +24,7 @@ from pipeline.catalog import pulled_adapters
 from pipeline.catalog.adapter_entry import AdapterEntry, check_adapter_names, checked
 from pipeline.config.rules import MAX_ADAPTERS
 from pipeline.config.schema import Config, ModelConfig
+from pipeline.config.user_home import expand_user
 from pipeline.errors import Conflict, InvalidRequest, ModelNotFound, NotOnThisHost, ResourceError, StarlingError
 from pipeline.fleet.bodies import LoadModelRequest
 from stages.agent.disk_threads import MODELS
@@ -371,7 +372,7 @@ async def _nothing() -> None:
 def _size_of(path: Path) -> int:
     """Bytes of a file, or of the files in a directory; 0 without one."""
     try:
-        path = path.expanduser()
+        path = expand_user(path)
         files = path.iterdir() if path.is_dir() else (path,)
         return sum(one.stat().st_size for one in files)
     except OSError:

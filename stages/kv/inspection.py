@@ -16,6 +16,7 @@ import numpy as np
 
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
+from pipeline.config.user_home import expand_user
 from pipeline.errors import StarlingError
 from pipeline.ipc import control
 from pipeline.models import versions
@@ -100,7 +101,7 @@ def _read_model(config: Config, version: ModelVersion, check: bool, now_ns: int)
         return report
     folders = [("saved", paths.state_dir(config) / "kv")]
     if model.spill_path:
-        folders.append(("spilled", Path(model.spill_path).expanduser()))
+        folders.append(("spilled", expand_user(model.spill_path)))
     for kind, folder in folders:
         for file in page_files(folder, model.slug):
             report.disks.append(_read_disk(kind, file, check))

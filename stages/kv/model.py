@@ -14,6 +14,7 @@ from typing import NamedTuple
 from pipeline.api.key_file import key_path
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
+from pipeline.config.user_home import expand_user
 from pipeline.faults import points
 from pipeline.models import worker_groups
 from pipeline.models.arena_sizes import most_tokens
@@ -189,7 +190,7 @@ class ModelPages:
             self.saved = self._open_store(saved_dir, config.cache.persist_mb << 20, persist.IN_STATE)
         if model.spill_path and self.spilled is None:
             max_bytes = model.spill_mb << 20 or SPILL_FACTOR * config.kv_cache_bytes(model)
-            self.spilled = self._open_store(Path(model.spill_path).expanduser(), max_bytes, persist.IN_SPILL)
+            self.spilled = self._open_store(expand_user(model.spill_path), max_bytes, persist.IN_SPILL)
         self._set_sources()
 
     def retry_files(self) -> None:
@@ -358,7 +359,7 @@ def prune(models: list[ModelPages], now: float) -> None:
         return
     config = models[0].config
     slugs = [model.slug for model in models]
-    spills = [Path(model.model.spill_path).expanduser() for model in models if model.model.spill_path]
+    spills = [expand_user(model.model.spill_path) for model in models if model.model.spill_path]
     old_pages = prune_pages([paths.state_dir(config) / "kv", *spills], slugs, now)
     in_use = [path for model in models for path in model.model_sessions.directories]
     old_sessions = prune_sessions(paths.state_dir(config) / "sessions", in_use, slugs, now)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from pipeline.config.schema import ModelConfig
+from pipeline.config.user_home import expand_user
 from pipeline.errors import ModelUnavailable, StarlingError
 from pipeline.models.vocabularies import WORDPIECE
 from pipeline.models.vocabulary_tables import Tables
@@ -38,7 +39,7 @@ class ModelSource(NamedTuple):
     def template_path(self) -> Path | None:
         """The file with the configured template, if it is not in the configuration itself."""
         is_path = self.chat_template and "{" not in self.chat_template
-        return Path(self.chat_template.removeprefix("file://")).expanduser() if is_path else None
+        return expand_user(self.chat_template.removeprefix("file://")) if is_path else None
 
     def index_identity(self) -> tuple[int, ...]:
         """Differs for an index that was made again. Raises `OSError`."""

@@ -7,11 +7,11 @@ message of several lines, and a backslash at the end of a line continues it.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipeline.config.user_home import expand_user
 from pipeline.errors import InvalidRequest
 from pipeline.files import replace_file
 from starling.cli.generation_options import check_setting
@@ -176,10 +176,10 @@ def run_command(command: Command, chat: Conversation) -> Iterable[str]:
         case "save" | "load" if not command.argument:
             raise InvalidRequest(f"/{name} needs the name of a file")
         case "save":
-            chat.save(Path(os.path.expanduser(command.argument)))
+            chat.save(expand_user(command.argument))
             return [f"saved {len(chat.messages)} messages"]
         case "load":
-            chat.load(Path(os.path.expanduser(command.argument)))
+            chat.load(expand_user(command.argument))
             return [f"loaded {len(chat.messages)} messages"]
     raise InvalidRequest(f"no command /{command.name}; /help lists them, and // at the beginning stands for a slash")
 

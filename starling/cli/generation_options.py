@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -14,6 +12,7 @@ import click
 
 from pipeline.config import paths
 from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig
+from pipeline.config.user_home import expand_user
 from pipeline.errors import InvalidRequest, ModelNotFound
 from pipeline.models import sources
 from starling.cli import terminal
@@ -94,7 +93,7 @@ def choose_model(config: Config, given: str) -> Choice:
     """The configured model, or a GGUF file. Raises `ModelNotFound` if no server runs that may know the name."""
     if config.model(given) is not None:
         return Choice(given, {})
-    file = Path(os.path.expanduser(given))
+    file = expand_user(given)
     key = f"STARLING_MODELS__{0 if config.models == (ModelConfig(name=DEMO_MODEL),) else len(config.models)}"
     if given.replace("/", "--") in paths.pulled_names():
         return Choice(given, {f"{key}__NAME": given})  # without a path: its file must have the digest of its record

@@ -11,6 +11,7 @@ import msgspec
 
 from pipeline.config import paths
 from pipeline.config.rules import check_name
+from pipeline.config.user_home import expand_user
 from pipeline.models import registry, store
 from pipeline.models.locks import lock
 from pipeline.models.model_directory import QUANTS
@@ -47,7 +48,7 @@ def ingest(path: Path, quant: str | None, name: str | None, pretokenizer: str, a
     from stages.worker.checkpoint.prepare_source import prepare_source
     from starling.vocabulary_check import check_vocabulary
 
-    path = path.expanduser().absolute()
+    path = expand_user(path).absolute()
     name = name or _default_name(path, quant)
     if reason := check_name(name):
         raise click.BadParameter(f"{name!r} cannot be a model's name: {reason}", param_hint="--name")

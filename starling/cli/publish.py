@@ -23,6 +23,7 @@ from pipeline.config import paths
 from pipeline.config.load import load
 from pipeline.config.rules import check_name
 from pipeline.config.schema import Config, ModelConfig
+from pipeline.config.user_home import expand_user
 from pipeline.models import store
 from starling import loaded_revisions
 from starling.cli import completion, terminal
@@ -102,7 +103,7 @@ async def _publish(
 
 def _model(config: Config, file: str, name: str | None) -> ModelConfig:
     """The model that FILE names. Raises `click.BadParameter`."""
-    path = Path(file).expanduser()
+    path = expand_user(file)
     named = config.model(file)
     if path.is_file():
         folder = paths.models_dir()

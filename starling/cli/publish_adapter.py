@@ -22,6 +22,7 @@ from pipeline.catalog.adapters import PublishedAdapter
 from pipeline.catalog.entry import Entry
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
+from pipeline.config.user_home import expand_user
 from pipeline.errors import ConfigError, StorageUnavailable
 from shm.checkpoint import CheckpointError, Index, load_index
 
@@ -35,13 +36,13 @@ def publish_adapter(config: Config, file: str, name: str, replace: bool) -> Publ
 
 def _path_of(config: Config, file: str) -> Path:
     """The file or directory. Raises `click.BadParameter`."""
-    path = Path(file).expanduser()
+    path = expand_user(file)
     if path.exists():
         return path.absolute()
     model = config.model(base_of(file))
     configured = {one.name: one.path for one in model.adapters} if model is not None else {}
     if adapter_of(file) in configured:
-        return Path(configured[adapter_of(file)]).expanduser().absolute()
+        return expand_user(configured[adapter_of(file)]).absolute()
     raise click.BadParameter(
         f"{file!r} is no GGUF file, no directory of the PEFT library, and no adapter of the configuration",
         param_hint="FILE",

@@ -21,6 +21,7 @@ from click.core import ParameterSource
 from pipeline.config import paths
 from pipeline.config.load import load as load_config
 from pipeline.config.schema import Config, ModelConfig
+from pipeline.config.user_home import expand_user
 from pipeline.errors import ConfigError, ModelUnavailable, ResourceError, StarlingError
 from pipeline.ipc import control
 from pipeline.models import worker_groups
@@ -118,7 +119,7 @@ def unload(model: str, timeout: float, as_json: bool) -> int:
 
 def absolute(path: str) -> str:
     """The path as the server takes it; "" for ""."""
-    return os.path.abspath(os.path.expanduser(path)) if path else ""
+    return os.path.abspath(expand_user(path)) if path else ""
 
 
 def run(op: str, model: str, timeout_s: float, as_json: bool, wait: bool = False, **fields: Any) -> int:

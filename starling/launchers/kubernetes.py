@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from pipeline.config.schema import FleetConfig
+from pipeline.config.user_home import expand_user
 from pipeline.errors import ConfigError, NotFound, StarlingError
 from starling.launchers.interface import LaunchedAgent, State, log_lines
 
@@ -43,7 +44,7 @@ class KubernetesLauncher:
         name = self._cluster.release
         files, own = ["--values", "-"], dict[str, Any]()
         if self._cluster.values:
-            path = Path(self._cluster.values).expanduser()
+            path = expand_user(self._cluster.values)
             if not path.is_file():
                 raise ConfigError(
                     f"fleet.kubernetes.values: {path} does not exist; name a YAML file", "fleet.kubernetes.values"

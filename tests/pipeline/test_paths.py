@@ -19,8 +19,16 @@ def test_home() -> None:
     assert paths.home(ENV) == Path("/data/starling")
     assert paths.home({"HOME": "/home/me"}) == Path("/home/me/.starling")
     assert paths.home({"STARLING_HOME": "here"}) == Path.cwd() / "here"
+    assert paths.home({"HOME": "/home/me", "STARLING_HOME": "~//data"}) == Path("/home/me/data")
     with pytest.raises(ConfigError, match="STARLING_HOME = '~no-such-user/x': there is no such user"):
         paths.home({"STARLING_HOME": "~no-such-user/x"})
+
+
+def test_one_function_expands_the_home_directory() -> None:
+    """Python's own takes an empty HOME for the root directory."""
+    root = Path(paths.__file__).parents[2]
+    files = [path for name in ("pipeline", "stages", "starling") for path in (root / name).rglob("*.py")]
+    assert [path.name for path in files if "expanduser" in path.read_text()] == ["user_home.py"]
 
 
 def test_directories_below_home() -> None:

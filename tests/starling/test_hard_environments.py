@@ -11,8 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.blobs.address import open_without_credentials
+from pipeline.blobs.folder import FolderStore
 from pipeline.config import paths
+from pipeline.config.load import find_file, resolve
+from pipeline.config.schema import ModelConfig
+from pipeline.config.user_home import expand_user
 from pipeline.errors import ConfigError
+from pipeline.models import store
+from pipeline.tls.certificate import files_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240
@@ -89,6 +96,13 @@ def test_an_empty_home_is_that_of_the_user_database(monkeypatch: pytest.MonkeyPa
     assert paths.home({"HOME": ""}) == own / ".starling"
     assert paths.home({}) == own / ".starling"
     assert paths.home({"HOME": "", "STARLING_HOME": "~/x"}) == own / "x"
+    config = resolve({"server": {"run_dir": "~/r", "tls_cert": "~/c", "tls_key": "~/k"}}, {})
+    assert paths.run_dir(config) == own / "r"
+    assert (files := files_of(config)) is not None and files.cert == str(own / "c")
+    assert store.gguf_path(ModelConfig(name="m", path="file://~/m.gguf"), Path("models")) == own / "m.gguf"
+    assert find_file(env={"HOME": "", "STARLING_CONFIG": "~/x.yaml"}) == own / "x.yaml"
+    blobs = open_without_credentials(config, ["~/b"])[0]
+    assert isinstance(blobs, FolderStore) and blobs.path("catalog/m.json") == own / "b" / "catalog" / "m.json"
 
 
 def test_without_any_home_the_error_names_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +113,14 @@ def test_without_any_home_the_error_names_the_variables(monkeypatch: pytest.Monk
     for env in ({}, {"HOME": ""}):
         with pytest.raises(ConfigError, match="set HOME or STARLING_HOME"):
             paths.home(env)
+        with pytest.raises(ConfigError, match="set HOME, or write the whole path"):
+            expand_user("~/x", env)
+        with pytest.raises(ConfigError, match="no such user"):
+            paths.home({"STARLING_HOME": "~no-such-user/x", **env})
     assert paths.home({"STARLING_HOME": "/data"}) == Path("/data")
+    monkeypatch.delenv("HOME", raising=False)
+    with pytest.raises(ConfigError, match=r"server\.state_dir = '~/x'"):
+        resolve({"server": {"state_dir": "~/x"}}, {"STARLING_HOME": "/data"})
 
 
 EDITOR = """

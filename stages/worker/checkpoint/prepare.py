@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from pipeline.config.schema import ModelConfig
+from pipeline.config.user_home import expand_user
 from pipeline.errors import ConfigError, ModelUnavailable
 from pipeline.models import digests, store
 from pipeline.models.conversion import Conversion
@@ -209,7 +210,7 @@ def prepare_adapters(
     for adapter in model.adapters:
         prepared = open_prepared(folder, digests[adapter.name]) if adapter.name in digests else None
         if prepared is None:
-            source = Path(os.path.abspath(Path(adapter.path).expanduser()))
+            source = Path(os.path.abspath(expand_user(adapter.path)))
             prepared = prepare_adapter(source, index, folder, model.max_adapter_rank, left)
         found[adapter.name] = prepared
         left -= prepared.data.size
