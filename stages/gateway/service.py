@@ -138,11 +138,9 @@ class Service:
         self.relay.count_gaps = self.metrics.gaps
         self.embedder = Embedder(send_scheduler, clock, _window(config))
         self.sessions = Sessions(self.relay, send_kv)
-        self.responses = Responses(
-            self.relay,
-            StoredResponses(responses_path, config.stored_responses, steady),
-            config.server.max_concurrent_requests,
-        )
+        max_requests = config.server.max_concurrent_requests
+        stored = StoredResponses(responses_path, config.stored_responses, steady, max_requests)
+        self.responses = Responses(self.relay, stored, max_requests)
         self.readers = Readers(self.relay, clock)
         timeout_s = config.server.request_timeout_ms / 1000
         server = config.server

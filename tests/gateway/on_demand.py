@@ -42,13 +42,15 @@ class Gateway:
         room: int = 2,
         a: dict[str, Any] | None = None,
         performance: dict[str, Any] | None = None,
+        server: dict[str, Any] | None = None,
         **on_demand: Any,
     ) -> None:
         path = home / "model.gguf"
         path.write_bytes(FILE)
         models = [{"name": n, "path": str(path), "kv_cache_mb": 16, "preload": n == "a"} for n in NAMES]
         models[0] |= a or {}
-        server = {"run_dir": str(home / "run"), "state_dir": str(home / "state")}
+        directories = {"run_dir": str(home / "run"), "state_dir": str(home / "state")}
+        server = {**directories, **(server or {})}
         given = {"models": models, "server": server, "on_demand": on_demand, "performance": performance or {}}
         self.config = resolve(given, {})
         self.now = 100.0

@@ -25,10 +25,12 @@ from tests.gateway.test_failed_streams import PATH
 BODY = {"model": "b", "input": "Hi"}
 
 
+NORMAL_BOUNDS = stored_responses.call_bounds
+
+
 @pytest.fixture(autouse=True)
 def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_responses, "MAX_CALLS", 4)
-    monkeypatch.setattr(stored_responses, "MAX_CALLS_OF_TENANT", 2)
+    monkeypatch.setattr(stored_responses, "call_bounds", lambda max_requests: (4, 2))
 
 
 @pytest.fixture
@@ -74,6 +76,28 @@ async def test_calls_beyond_a_bound_are_refused_and_no_computed_response_is(
     assert await asyncio.gather(*puts, *reads) == [None] * 8
     assert [await store.body(tenant, "more") for tenant in "abcd"] == [b"more"] * 4
     store.check_room("a")
+
+
+@pytest.mark.parametrize("max_requests", [1, 256, 1000])
+def test_all_requests_that_a_gateway_admits_find_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, max_requests: int
+) -> None:
+    """Of one tenant, each with a read and a response to be stored; others have as much."""
+    monkeypatch.setattr(stored_responses, "call_bounds", NORMAL_BOUNDS)
+
+    async def test(gateway: Gateway) -> None:
+        calls, may_go_on = gateway.service.responses.store.calls, threading.Event()
+        try:
+            for tenant in "ab":
+                for _ in range(2 * max_requests):
+                    calls.check(tenant)
+                    calls.add(lambda: may_go_on.wait(60), tenant)
+        finally:
+            may_go_on.set()
+            await gateway.service.responses.store.flushed()
+            gateway.service.responses.store.close(timeout_s=60)
+
+    with_gateway(tmp_path, test, server={"max_concurrent_requests": max_requests})
 
 
 def test_requests_whose_response_would_be_stored_are_refused_before_they_are_computed(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ A response is stored before its last event is sent: a client that has that event
 after a restart.  Bounded by age, by bytes of a tenant and by bytes in all; the oldest are dropped.  Each row has its
 whole conversation: dropping one ends no other.  The file is opened at the first use.
 
-Calls that wait for the thread are bounded, in all and for a tenant.  Beyond that reads and changes are refused, and
-requests whose response would be stored, before they are computed.  A response that is computed is not refused: beyond
-the bound there are at most those of the requests that were being computed.
+Calls that wait for the thread are bounded, in all and for a tenant, which has at most half of them.  The bounds follow
+the requests that the gateway admits, each of which may read and write: a disk that answers refuses none of them.
+Beyond that reads and changes are refused, and requests whose response would be stored, before they are computed.  A
+response that is computed is not refused: beyond the bound there are at most those of the requests that were being
+computed.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("starling.gateway.responses")
 
 BUSY_S = 5.0  # how long a transaction waits for those of the predecessor of this process
-MAX_CALLS = 1024  # that wait for the thread, of all tenants
-MAX_CALLS_OF_TENANT = 256
+MIN_CALLS = 1024  # that may wait for the thread, of all tenants, however few requests are admitted
+MIN_CALLS_OF_TENANT = 256
 CLOSE_S = 2.0  # `close` waits for the jobs in progress for this long
 VERSION = 1  # of the schema: `PRAGMA user_version`
 _SCHEMA = """
@@ -64,6 +66,11 @@ ORDER BY at, number LIMIT 1
 T = TypeVar("T")
 
 
+def call_bounds(max_requests: int) -> tuple[int, int]:
+    """The calls that may wait where `max_requests` are admitted at once: in all, and of a tenant."""
+    return max(MIN_CALLS, 4 * max_requests), max(MIN_CALLS_OF_TENANT, 2 * max_requests)
+
+
 class StoredResponse(NamedTuple):
     """One response. `conversation`: messages of the chat template, without instructions."""
 
@@ -78,9 +85,12 @@ class StoredResponse(NamedTuple):
 
 
 class StoredResponses:
-    """One per gateway. `path` None: in memory. `clock` is in s since 1970 and steady."""
+    """One per gateway."""
 
-    def __init__(self, path: Path | None, config: StoredResponsesConfig, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, path: Path | None, config: StoredResponsesConfig, clock: Callable[[], float], max_requests: int = 0
+    ) -> None:
+        """`path` None: in memory. `clock` is in s since 1970 and steady. `max_requests`: that are admitted at once."""
         self._path = path
         self._ttl_s = config.ttl_s
         self._tenant_bytes = config.tenant_mb << 20
@@ -88,7 +98,7 @@ class StoredResponses:
         self._row_bytes = min(self._tenant_bytes, self._max_bytes)  # a larger one would only drop all others
         self._clock = clock
         self._db: sqlite3.Connection | None = None
-        self.calls = CallQueue("responses", MAX_CALLS, MAX_CALLS_OF_TENANT, _full)
+        self.calls = CallQueue("responses", *call_bounds(max_requests), _full)
         self.errors = 0  # failed operations on the file
 
     # ---------------------------------------------------------------- from the event loop
