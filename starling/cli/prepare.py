@@ -78,23 +78,32 @@ def prepare_kernels(kv_types: tuple[str, ...]) -> None:
 
 
 def prepare_all(config: Config, name: str | None = None) -> None:
-    """Fetch, ingest and compile every model, or the one called `name`."""
+    """Fetch, ingest and compile every model, or the one called `name`.
+
+    Raises `LoadedError` after the others if models that lack their attention factor are loaded.
+    """
     from stages.tokenizer.kernels.compiled import compiling
     from stages.worker.checkpoint import prepare as worker
-    from stages.worker.checkpoint.attention_factor import apply_factor
+    from stages.worker.checkpoint.attention_factor import LoadedError, apply_factor
     from starling.directory_conversion import conversion_of
 
     terminal.show_warnings()
     pull_published(config, name)
     allowed, folder = config.registry.sources, paths.models_dir()
+    refused: list[str] = []
     with compiling(), _compiler_failures():
         for model in chosen_models(config, name):
             with shown(model.name) as progress:
                 conversion = conversion_of(folder, model.pretokenizer, terminal.note)
                 index_path = worker.prepare(model, folder, progress, "", allowed, conversion, probe=True)
-                apply_factor(model, index_path, lambda: loaded_revisions.read(config), progress)
+                try:
+                    apply_factor(model, index_path, lambda: loaded_revisions.read(config), progress)
+                except LoadedError as error:
+                    refused += error.models
                 worker.prepare_adapters(model, load_index(index_path), folder)
     check_drafts(config)
+    if refused:
+        raise LoadedError(*refused)
 
 
 @contextlib.contextmanager

@@ -16,9 +16,10 @@ from pipeline.config.schema import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.models import store
 from shm.checkpoint import Index, load_index, load_tables, write_index
-from stages.worker.checkpoint.attention_factor import apply_factor
+from stages.worker.checkpoint.attention_factor import LoadedError, apply_factor
 from stages.worker.checkpoint.hyperparameters import HyperReader
 from stages.worker.checkpoint.prepare import open_verified, prepare_checkpoint
+from starling import loaded_revisions
 from starling.cli import prepare_apart, publish
 from starling.cli.prepare import prepare_all
 from tools.tiny_gguf import SHAPES, add_byte_level_vocabulary, write_model
@@ -27,15 +28,15 @@ from tools.tiny_gguf import SHAPES, add_byte_level_vocabulary, write_model
 class Prepared:
     """A GGUF file, and the checkpoint that an older release made of it."""
 
-    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float, name: str = "m") -> None:
         def add_keys(writer: gguf.GGUFWriter) -> None:
             add_byte_level_vocabulary(writer, 300, 0)
             writer.add_float32("llama.rope.scaling.attn_factor", factor)
 
-        self.gguf = write_model(tmp_path / "m.gguf", SHAPES["small"], "Q4_0", add_vocabulary=add_keys)
-        self.model = ModelConfig(name="m", path=str(self.gguf))
+        self.gguf = write_model(tmp_path / f"{name}.gguf", SHAPES["small"], "Q4_0", add_vocabulary=add_keys)
+        self.model = ModelConfig(name=name, path=str(self.gguf))
         self.loaded: Collection[tuple[str, int]] = ()
-        (tmp_path / "models").mkdir()
+        (tmp_path / "models").mkdir(exist_ok=True)
         with monkeypatch.context() as patch:
             patch.setattr(HyperReader, "_magnitude", lambda reader: 1.0)
             self.path = prepare_checkpoint(self.model, tmp_path / "models")
@@ -70,9 +71,9 @@ def test_a_factor_that_was_ignored_is_applied_once(
     assert old.path.stat().st_ino == inode
 
 
-@pytest.mark.parametrize("publishes", [False, True])
-def test_the_commands_apply_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, publishes: bool) -> None:
-    """`prepare`, `up`, which does that in a child, and `publish`."""
+@pytest.fixture
+def without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands use the home `tmp_path`, and compile nothing."""
     monkeypatch.setenv("STARLING_HOME", str(tmp_path))
     monkeypatch.setattr("stages.tokenizer.kernels.compiled.compiling", nullcontext)
 
@@ -80,6 +81,12 @@ def test_the_commands_apply_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         return prepare_checkpoint(model, folder)
 
     monkeypatch.setattr("stages.worker.checkpoint.prepare.prepare", prepare_without_kernels)
+
+
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize("publishes", [False, True])
+def test_the_commands_apply_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, publishes: bool) -> None:
+    """`prepare`, `up`, which does that in a child, and `publish`."""
     old = Prepared(tmp_path, monkeypatch, 1.5)
     config = resolve({"models": [{"name": "m", "path": str(old.gguf)}]}, {})
     assert prepare_apart._is_new(old.model)
@@ -89,6 +96,19 @@ def test_the_commands_apply_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         prepare_all(config)
     assert (old.magnitude, old.index.hyper.kv_revision) == (1.5, 1)
     assert not prepare_apart._is_new(old.model)
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_one_error_names_the_loaded_models_after_the_others_were_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("a", "b", "c")
+    old = [Prepared(tmp_path, monkeypatch, factor, name) for name, factor in zip(names, (1.5, 1.25, 2.0), strict=True)]
+    monkeypatch.setattr(loaded_revisions, "read", lambda config: {(one.path.stem, 0) for one in old[:2]})
+    config = resolve({"models": [{"name": one.model.name, "path": str(one.gguf)} for one in old]}, {})
+    with pytest.raises(LoadedError, match="models 'a', 'b': .* `starling unload a`, `starling unload b` first"):
+        prepare_all(config)
+    assert [one.magnitude for one in old] == [1.0, 1.0, 2.0]
 
 
 def test_a_model_without_a_factor_keeps_its_checkpoint_and_is_asked_once(

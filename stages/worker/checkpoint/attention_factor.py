@@ -23,6 +23,21 @@ from stages.worker.checkpoint.ingest import ingest
 log = logging.getLogger("starling.checkpoint")
 
 
+class LoadedError(ConfigError):
+    """A server has the model loaded, whose checkpoint lacks its attention factor."""
+
+    def __init__(self, *names: str) -> None:
+        """`names`: of models."""
+        which, them = ("model", "it") if len(names) == 1 else ("models", "them")
+        unload = ", ".join(f"`starling unload {name}`" for name in names)
+        super().__init__(
+            f"{which} {', '.join(map(repr, names))}: an older release, which ignored the attention factor, has "
+            f"prepared {them}, and a server has {them} loaded: {unload} first, or stop the server, then run this again",
+            "model",
+        )
+        self.models = names
+
+
 def apply_factor(
     model: ModelConfig,
     index_path: Path,
@@ -32,7 +47,7 @@ def apply_factor(
     """Prepare a model again if its checkpoint lacks the attention factor of its GGUF file; whether that was so.
 
     index_path: of its prepared checkpoint.  loaded: returns digest and `Hyper.kv_revision` of the models that a server
-    has loaded, whose index must stay.  Raises as `ingest`, and `ConfigError` if a server has it loaded.
+    has loaded, whose index must stay.  Raises as `ingest`, and `LoadedError` if a server has it loaded.
     """
     if not attention_factor.may_be_missing(model, index_path):
         return False
@@ -51,11 +66,7 @@ def apply_factor(
         if load_index(index_path).hyper.kv_revision == revision:  # another process had the lock
             return False
         if any(name == digest and other != revision for name, other in loaded()):
-            raise ConfigError(
-                f"model {model.name!r} was prepared by an older release, which ignored its attention factor, and is "
-                f"loaded: `starling unload {model.name}` first, or stop the server, then run this again",
-                "model",
-            )
+            raise LoadedError(model.name)
         facts = {"model": model.name, "path": str(index_path)}
         log.warning("an older release ignored the attention factor of a model, ingesting it again", extra=facts)
         ingest(source, index_path, digest, progress, model.pretokenizer)
