@@ -42,8 +42,10 @@ from stages.gateway.admission.lengths import Bounds, output_budget
 from stages.gateway.admission.prompts import check_ids
 from stages.gateway.requests.sequence_breakers import breakers_of
 from stages.tokenizer.opened_models import ModelSource, open_model
+from stages.worker.checkpoint.attention_factor import LoadedError, apply_factor
 from stages.worker.checkpoint.prepare import open_verified, prepare
 from stages.worker.model import Model
+from starling import loaded_revisions
 from starling.assembly import Parts, assemble, choose_model
 from starling.directory_conversion import conversion_of
 from starling.generation import Generation, LocalRequest
@@ -111,6 +113,8 @@ class Embedded:
         folder = paths.models_dir()
         conversion = conversion_of(folder, chosen.pretokenizer)
         index_path = prepare(chosen, folder, progress, allowed=resolved.registry.sources, conversion=conversion)
+        with suppress(LoadedError):  # it computes what the server does, which has the index as it is
+            apply_factor(chosen, index_path, lambda: loaded_revisions.read(resolved), progress)
         return cls(resolved, chosen, index_path)
 
     # -------------------------------------------------------------- requests

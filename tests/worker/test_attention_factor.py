@@ -19,7 +19,7 @@ from shm.checkpoint import Index, load_index, load_tables, write_index
 from stages.worker.checkpoint.attention_factor import LoadedError, apply_factor
 from stages.worker.checkpoint.hyperparameters import HyperReader
 from stages.worker.checkpoint.prepare import open_verified, prepare_checkpoint
-from starling import loaded_revisions
+from starling import embedded, loaded_revisions
 from starling.cli import prepare_apart, publish
 from starling.cli.prepare import prepare_all
 from tools.tiny_gguf import SHAPES, add_byte_level_vocabulary, write_model
@@ -81,6 +81,7 @@ def without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return prepare_checkpoint(model, folder)
 
     monkeypatch.setattr("stages.worker.checkpoint.prepare.prepare", prepare_without_kernels)
+    monkeypatch.setattr(embedded, "prepare", prepare_without_kernels)
 
 
 @pytest.mark.usefixtures("without_kernels")
@@ -96,6 +97,18 @@ def test_the_commands_apply_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         prepare_all(config)
     assert (old.magnitude, old.index.hyper.kv_revision) == (1.5, 1)
     assert not prepare_apart._is_new(old.model)
+
+
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_an_engine_in_this_process_computes_what_the_server_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_loaded: bool
+) -> None:
+    monkeypatch.setattr(embedded.Embedded, "__init__", lambda *arguments: None)
+    old = Prepared(tmp_path, monkeypatch, 1.5)
+    monkeypatch.setattr(loaded_revisions, "read", lambda config: {(old.path.stem, 0)} if is_loaded else set())
+    embedded.Embedded.load("m", config=resolve({"models": [{"name": "m", "path": str(old.gguf)}]}, {}))
+    assert (old.magnitude, old.index.hyper.kv_revision) == ((1.0, 0) if is_loaded else (1.5, 1))
 
 
 @pytest.mark.usefixtures("without_kernels")
