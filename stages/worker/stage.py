@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,7 @@ from stages.worker.adapters.loading import load_adapters
 from stages.worker.adapters.memory import AdapterMemory
 from stages.worker.ahead import Ahead
 from stages.worker.arriving_weights import ArrivingWeights, open_arriving
+from stages.worker.checkpoint.attention_factor import warn_if_ignored
 from stages.worker.checkpoint.prepare import prepare
 from stages.worker.checkpoint.weight_copies import CopyPlace, make_copies
 from stages.worker.control_polls import next_poll_ns, poll_every_ns
@@ -146,6 +148,9 @@ class WorkerStage:
     def _finish_start(self) -> None:
         """What the scheduler's greeting need not wait for."""
         logs.start_writing()
+        if self.version.group == 0 and not self._index.hyper.is_factor_read:  # of an older release: others cost nothing
+            asked = self.model_config, paths.models_dir() / f"{self._index.digest}.idx"
+            threading.Thread(target=warn_if_ignored, args=asked, name="attention-factor", daemon=True).start()
         pin(self._places.cpus, 0, self.n_ranks)
         self._warm_up()
         self._phases.end()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Collection
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import gguf
 import msgspec
@@ -19,6 +21,7 @@ from shm.checkpoint import Index, load_index, load_tables, write_index
 from stages.worker.checkpoint.attention_factor import LoadedError, apply_factor
 from stages.worker.checkpoint.hyperparameters import HyperReader
 from stages.worker.checkpoint.prepare import open_verified, prepare_checkpoint
+from stages.worker.stage import WorkerStage
 from starling import embedded, loaded_revisions
 from starling.cli import prepare_apart, publish
 from starling.cli.prepare import prepare_all
@@ -146,6 +149,40 @@ def test_the_index_of_a_loaded_model_stays(tmp_path: Path, monkeypatch: pytest.M
     assert old.path.read_bytes() == before
     old.loaded = [(old.path.stem, 1), ("cd" * 32, 0)]  # it has started with the new one, another model has not
     assert old.apply()
+
+
+@pytest.mark.parametrize(("factor", "is_warned"), [(1.5, True), (1.0, False)])
+def test_a_worker_names_the_remedy_and_keeps_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, factor: float, is_warned: bool
+) -> None:
+    """Without `starling up`: stages of systemd, and models that are loaded on demand."""
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path))
+    monkeypatch.setattr("stages.worker.stage.pin", lambda *arguments: None)
+    old = Prepared(tmp_path, monkeypatch, factor)
+    before = old.path.read_bytes()
+    stage = MagicMock(model_config=old.model, _index=old.index)
+    stage.version.group = 0
+
+    def start() -> None:
+        WorkerStage._finish_start(stage)
+        for thread in threading.enumerate():
+            if thread.name == "attention-factor":
+                thread.join()
+
+    start()
+    found = [record for record in caplog.records if "using its checkpoint as it is" in record.message]
+    assert [(vars(one)["model"], "`starling prepare m`" in vars(one)["remedy"]) for one in found] == [
+        ("m", True)
+    ] * is_warned
+    assert old.path.read_bytes() == before
+    if not is_warned:  # the answer is remembered
+        monkeypatch.delattr(HyperReader, "kv_revision")
+        start()
+    stage._index = msgspec.structs.replace(
+        old.index, hyper=msgspec.structs.replace(old.index.hyper, is_factor_read=True)
+    )
+    monkeypatch.setattr("stages.worker.stage.warn_if_ignored", lambda *arguments: pytest.fail("it is read again"))
+    start()
 
 
 def test_a_checkpoint_without_its_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
