@@ -26,6 +26,7 @@ from pipeline.observe.status import StatusFile
 from pipeline.protocol.messages import Heartbeat
 from shm.checkpoint import STRIPPING_REVISION, TokenizerData, load_index, write_index
 from shm.pages import KvGeometry, create_kv
+from stages.agent.engines.starling_engine import engine_arena_dir, engine_run_dir
 from starling.cli import cli
 from starling.cli.pull_published import pull_configured
 from tests.fleet.checkpoints import TOKENIZER, write_checkpoint
@@ -193,11 +194,19 @@ def test_the_commands_bring_the_new_index(fleet: Fleet, home: Path, monkeypatch:
     assert fleet.is_published
 
 
+@pytest.mark.parametrize("is_engine", [False, True])
 @pytest.mark.parametrize("has_other_weights", [False, True])
 def test_an_index_of_another_k_and_v_replaces_none_that_a_server_has_loaded(
-    fleet: Fleet, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_other_weights: bool
+    fleet: Fleet,
+    home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_other_weights: bool,
+    is_engine: bool,
 ) -> None:
-    """Its workers read the index when they start again, and their K and V must fit into the arena that is there.
+    """Also not one that an engine of an agent of this home has loaded.
+
+    Its workers read the index when they start again, and their K and V must fit into the arena that is there.
 
     An attention factor changes the RoPE tables, which are among the weights.
     """
@@ -206,7 +215,9 @@ def test_an_index_of_another_k_and_v_replaces_none_that_a_server_has_loaded(
     monkeypatch.setenv("STARLING_SERVER__ARENA_DIR", str(home / "shm"))
     fleet.here = home / "models" / fleet.here.name
     config = load()
-    arenas, status = paths.arena_dir(config), StatusFile(paths.run_dir(config), "kv")
+    run_dir = engine_run_dir(home / "agent" / "engines" / "0123abcd") if is_engine else paths.run_dir(config)
+    arenas = engine_arena_dir(config, run_dir) if is_engine else paths.arena_dir(config)
+    status = StatusFile(run_dir, "kv")
 
     def pull() -> BaseException | None:
         options = () if has_other_weights else ("--verify",)
