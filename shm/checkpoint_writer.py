@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, Protocol, Self
@@ -148,8 +148,12 @@ class CheckpointWriter:
         pooling: str = "",
         adds_eos: bool = False,
         tables: Mapping[str, np.ndarray] = MappingProxyType({}),
+        before_placing: Callable[[], object] = lambda: None,
     ) -> Index:
-        """Write the index and place both files, `.bin` first. `tables`: the compiled vocabulary."""
+        """Write the index and place both files, `.bin` first. `tables`: the compiled vocabulary.
+
+        before_placing: called directly before that; if it raises, no file is left.
+        """
         assert self._file is not None and self._chunks is not None
         # Kernels read whole vectors and prefetch ahead: padding keeps these reads inside the file.
         bin_bytes = align(self._chunks.end + ALIGNMENT, 4096)
@@ -176,6 +180,7 @@ class CheckpointWriter:
         try:
             temporary = write_temporary_index(self.index_path, index, tables)
             try:
+                before_placing()
                 os.rename(self._temporary, bin_path(self.index_path))
                 os.rename(temporary, self.index_path)
             except BaseException:

@@ -14,7 +14,7 @@ from shm.checkpoint import PIECE_BYTES
 from stages.agent.cache.eviction import Bounds
 from stages.agent.cache.model_cache import ModelCache
 from stages.agent.downloads.bandwidth import Bandwidth
-from stages.agent.downloads.model import Arrival, Context, download_model
+from stages.agent.downloads.model import Arrival, Context, Loaded, download_model
 from stages.agent.downloads.transfer import Limits
 from tests.fleet.range_server import RangeServer
 
@@ -38,7 +38,9 @@ class Site:
         cache = ModelCache(self.models_dir, self.bounds, lambda path: self.disk_free)
         return Context(cache, Bandwidth(0, time.monotonic), Limits(8, 60.0))
 
-    async def pull(self, *more: BlobStore, verify: bool = False, pinned: tuple[str, ...] = ()) -> Arrival:
+    async def pull(
+        self, *more: BlobStore, verify: bool = False, pinned: tuple[str, ...] = (), loaded: Loaded = tuple
+    ) -> Arrival:
         async with HttpStore(self.server.url) as store:
             return await download_model(
                 self.context(),
@@ -47,6 +49,7 @@ class Site:
                 lambda phase, done, total: None,
                 verify=verify,
                 pinned=lambda: pinned,
+                loaded=loaded,
             )
 
     def is_right(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import mmap
@@ -245,3 +246,35 @@ def test_an_index_of_another_k_and_v_replaces_none_that_a_server_has_loaded(
     assert pull() is None and fleet.is_published
     del views
     arena.close()
+
+
+async def test_a_server_that_starts_while_the_weights_come_keeps_its_index(fleet: Fleet) -> None:
+    await fleet.publish(OLD)
+    await fleet.site.pull()
+    before, looks = fleet.here.read_bytes(), 0
+
+    def loaded() -> set[tuple[str, int]]:
+        nonlocal looks
+        looks += 1
+        return {(fleet.index.digest, 7)} if looks > 1 else set()
+
+    fleet.here.with_suffix(".bin").chmod(0o644)
+    with fleet.here.with_suffix(".bin").open("r+b") as weights:
+        weights.write(b"damaged")
+    with pytest.raises(ConfigError, match="is loaded with KV revision 7"):
+        await fleet.site.pull(verify=True, loaded=loaded)
+    assert (looks, fleet.here.read_bytes()) == (2, before)
+
+
+async def test_a_status_directory_that_cannot_be_read_is_no_failure_of_the_disk(fleet: Fleet) -> None:
+    """It belongs to another user: `starling pull` says so."""
+    await fleet.publish(OLD)
+    await fleet.site.pull()
+    await fleet.publish(NEW)
+
+    def loaded() -> set[tuple[str, int]]:
+        raise PermissionError(errno.EACCES, "Permission denied", "/run/other")
+
+    with pytest.raises(PermissionError) as error:
+        await fleet.site.pull(loaded=loaded)
+    assert error.value.filename == "/run/other"

@@ -147,6 +147,10 @@ def test_the_index_of_a_loaded_model_stays(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ConfigError, match="`starling unload m` first"):
         old.apply()
     assert old.path.read_bytes() == before
+    looks = iter([(), [(old.path.stem, 0)]])  # a server starts while the file is read
+    with pytest.raises(LoadedError):
+        apply_factor(old.model, old.path, lambda: next(looks))
+    assert old.path.read_bytes() == before and len(list(old.path.parent.glob(f"*{old.path.stem}*"))) == 2
     old.loaded = [(old.path.stem, 1), ("cd" * 32, 0)]  # it has started with the new one, another model has not
     assert old.apply()
 

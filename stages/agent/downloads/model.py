@@ -133,7 +133,7 @@ async def download_model(
             ):
                 report = await transfer.run()
                 reports.advance()  # of a file that was here already
-                await MODELS.uninterrupted(_place, part, index_path, raw, entry, here is None)
+                await MODELS.uninterrupted(_place, part, index_path, index, raw, entry, here is None, loaded)
         return Arrival(index_path, report, evicted)
 
 
@@ -216,9 +216,12 @@ async def _is_right(path: Path, index: Index, progress: Progress) -> bool:
     return True
 
 
-def _place(part: PartFile, index_path: Path, raw: bytes, entry: Entry, is_new: bool) -> None:
+def _place(
+    part: PartFile, index_path: Path, index: Index, raw: bytes, entry: Entry, is_new: bool, loaded: Loaded
+) -> None:
     """Record the name and place the pair, which could not be removed without a record. Raises `StarlingError`."""
     _record(index_path.parent, entry, is_new)
+    _check_loaded(entry, index, loaded)  # again: a server may have started while the weights came
     try:
         index_path.unlink(missing_ok=True)  # of other contents: it must not belong to the new .bin, even for a moment
         part.place(index_path.with_suffix(".bin"))
@@ -235,10 +238,15 @@ def _renew(index_path: Path, here: Index, published: Index, raw: bytes, entry: E
     """
     is_owned = _record(index_path.parent, entry, False)
     before, after = ((pulled.is_usable(index), index.version) for index in (here, published))
+    if after < before or (before[0] and not is_owned):
+        return False
     try:
-        if after < before or (before[0] and not is_owned) or index_path.read_bytes() == raw:
+        if index_path.read_bytes() == raw:
             return False
-        _check_loaded(entry, published, loaded)
+    except OSError as error:
+        raise disk_error(error, index_path, len(raw)) from None
+    _check_loaded(entry, published, loaded)
+    try:
         replace_file(index_path, raw, durable=True, mode=0o444)
     except OSError as error:
         raise disk_error(error, index_path, len(raw)) from None

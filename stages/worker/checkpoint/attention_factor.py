@@ -49,21 +49,27 @@ def apply_factor(
     """Prepare a model again if its checkpoint lacks the attention factor of its GGUF file; whether that was so.
 
     index_path: of its prepared checkpoint.  loaded: returns digest and `Hyper.kv_revision` of the models that a server
-    has loaded, whose index must stay.  Raises as `ingest`, and `LoadedError` if a server has it loaded.
+    has loaded, whose index must stay.  It is called before the work, and again before the index is replaced.
+
+    Raises as `ingest`, and `LoadedError` if a server has it loaded.
     """
     revision = _ignored_revision(model, index_path)
     if revision is None:
         return False
     models_dir, digest = index_path.parent, index_path.stem
     source = store.gguf_path(model, models_dir)
+
+    def check_loaded() -> None:
+        if any(name == digest and other != revision for name, other in loaded()):
+            raise LoadedError(model.name)
+
     with lock(models_dir, f"ingest-{digest[:16]}"):
         if load_index(index_path).hyper.kv_revision == revision:  # another process had the lock
             return False
-        if any(name == digest and other != revision for name, other in loaded()):
-            raise LoadedError(model.name)
+        check_loaded()
         facts = {"model": model.name, "path": str(index_path)}
         log.warning("an older release ignored the attention factor of a model, ingesting it again", extra=facts)
-        ingest(source, index_path, digest, progress, model.pretokenizer)
+        ingest(source, index_path, digest, progress, model.pretokenizer, check_loaded)
     return True
 
 

@@ -71,17 +71,19 @@ def ingest(
     digest: str,
     progress: Progress = lambda phase, done, total: None,
     pretokenizer: str = "",
+    before_placing: Callable[[], object] = lambda: None,
 ) -> Index:
     """Write `index_path` and its `.bin` from the GGUF `source`, whose SHA-256 is `digest` (hex).
 
     pretokenizer: accepted in place of the file's; the index keeps the file's.
+    before_placing: called directly before the files are placed; if it raises, the old ones stay.
 
     Raises `ConfigError` when the file cannot be used, `SourceChanged` when it has another digest, `ResourceError` when
     the disk is too small for the checkpoint.  After an error no file is left.
     """
     with _reported(source, index_path):
         file = GgufFile(source)
-        return _convert(file, index_path, progress, pretokenizer, None, _SourceCheck(file, digest))
+        return _convert(file, index_path, progress, pretokenizer, None, _SourceCheck(file, digest), before_placing)
 
 
 def convert(
@@ -166,6 +168,7 @@ def _convert(
     pretokenizer: str,
     partial: PartialCheckpoint | None,
     check: _SourceCheck | _IdentityCheck | _ArrivalCheck,
+    before_placing: Callable[[], object] = lambda: None,
 ) -> Index:
     reader, hyper, tokenizer, plan = _read_head(file, pretokenizer)
     report = _Report(progress, sum(part.nbytes for part in plan))
@@ -201,6 +204,7 @@ def _convert(
             pooling=reader.pooling(),
             adds_eos=reader.adds_eos(),
             tables=vocabulary.result(),
+            before_placing=before_placing,
         )
 
 
