@@ -94,6 +94,8 @@ def test_an_orchestrator_reads_the_code_of_the_error(tmp_path: Path, is_relayed:
             comments = [block for block in blocks if block.startswith(b":")]
             assert comments[0].startswith(b": loading b")
             assert (b": failed MODEL_UNAVAILABLE" in comments) == is_relayed
+            if is_relayed:
+                assert blocks[-3] == b": failed MODEL_UNAVAILABLE", "it is before the last event"
             events = parse_events(b"\n\n".join(block for block in blocks if not block.startswith(b":")))
             assert [event.name for event in events] == OPENING
             assert {event.data["response"]["id"] for event in events} == {f"resp_{'a' * 24}"}

@@ -104,8 +104,9 @@ class LoadingStream:
             model=self._model,
             seed=generation.seed if generation.seed is not None else drawn,
         )
+        *opening, last = (sse.event(event.data, name=event.name) for event in events)
         named = response_context.failed_comment(error.code) if RELAY in self._request.headers else b""
-        return named + b"".join(sse.event(event.data, name=event.name) for event in events)
+        return b"".join((*opening, named, last))
 
 
 def _comment(text: str, seconds: float) -> bytes:
