@@ -28,12 +28,15 @@ class Threads:
         self._threads = ThreadPoolExecutor(most, purpose)
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function in one of the threads. Cancelled, it returns at once, and the call goes on."""
+        """Call a function in one of the threads.
+
+        Cancelled, it returns at once: a call that has begun goes on, one that still waits is not made.
+        """
         call: Callable[[], T] = partial(contextvars.copy_context().run, function, *arguments)
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def uninterrupted(self, function: Callable[..., T], *arguments: Any) -> T:
-        """The same, but cancelled it waits for the end of the call."""
+        """The same, but cancelled it waits for the end of the call, which is made."""
         return await _ended(self.run(function, *arguments))
 
     def close(self) -> None:

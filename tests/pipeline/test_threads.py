@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from pipeline.threads import uninterrupted
+from pipeline.threads import Threads, uninterrupted
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -36,3 +36,27 @@ async def test_results_and_errors_pass() -> None:
     assert await uninterrupted(max, 1, 2) == 2
     with pytest.raises(ZeroDivisionError):
         await uninterrupted(divmod, 1, 0)
+
+
+async def test_a_cancelled_call_goes_on_if_it_has_begun_and_is_not_made_if_it_waits() -> None:
+    threads, begun, go_on = Threads("test", 1), threading.Event(), threading.Event()
+    made: list[str] = []
+
+    def call() -> None:
+        begun.set()
+        go_on.wait()
+        made.append("first")
+
+    first = asyncio.ensure_future(threads.run(call))
+    await asyncio.to_thread(begun.wait)
+    second = asyncio.ensure_future(threads.run(made.append, "second"))
+    third = asyncio.ensure_future(threads.uninterrupted(made.append, "third"))
+    await asyncio.sleep(0)
+    for task in (first, second, third):
+        task.cancel()
+    await asyncio.gather(first, second, return_exceptions=True)
+    assert first.cancelled() and second.cancelled() and not third.done() and made == []
+    go_on.set()
+    await asyncio.gather(third, return_exceptions=True)
+    assert made == ["first", "third"]
+    threads.close()
