@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pipeline.threads import Threads
 
-__all__ = ["ENGINES", "LOOKS", "MODELS", "PAGES", "PEERS", "STATE"]
+__all__ = ["ENGINES", "LOOKS", "MODELS", "PAGES", "PEERS", "SESSIONS", "STATE"]
 
 STATE = Threads("state", 1)  # agent.json: one write at a time
 LOOKS = Threads("looks", 2)  # what heartbeats report of files and of prefixes: one look at a time of each (look.py)
@@ -19,3 +19,4 @@ MODELS = Threads("models", 32)  # files of models and adapters: downloads, check
 PEERS = Threads("peers", 16)  # pieces that are read for other agents
 ENGINES = Threads("engines", 32)  # homes and processes of engines, each of which makes one call at a time
 PAGES = Threads("pages", 16)  # KV arenas, and calls to the processes that own them
+SESSIONS = Threads("sessions", 8)  # calls to engines about sessions, whose files are on a disk

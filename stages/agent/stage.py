@@ -152,7 +152,6 @@ class AgentStage:
             taker = Taker(models, session, self._token, most, tls)
             kv_pages = KvPageApi(giver, taker, pieces.bandwidth)
             sessions = EngineSessions(models, record.agent_id)
-            stack.callback(sessions.close)
             calls = pieces, tls, doors, kv_pages, SessionApi(sessions)
             api = AgentApi(self.config, self._token, models, lease, reporter, metrics, session, *calls)
             runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=SHUTDOWN_S)

@@ -36,7 +36,6 @@ def test_engines_that_do_not_answer_leave_the_threads_of_the_loop_free(tmp_path:
                 assert not any(call.done() for call in calls)
         found = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(one, StarlingError) for one in found), found
-        sessions.close()
 
     asyncio.run(run())
 
@@ -57,6 +56,30 @@ def test_sessions_for_which_there_is_no_memory_take_no_place(monkeypatch: pytest
                     await sessions.take(asked)
         with pytest.raises(ModelUnavailable):  # not `Overloaded`: it has asked for the engine
             await sessions.take(asked)
-        sessions.close()
+
+    asyncio.run(run())
+
+
+def test_the_memory_of_a_session_outlasts_the_call_however_often_it_is_cancelled(tmp_path: Path) -> None:
+    """The engine writes to it by its path: another file could have that by then."""
+    placement = SimpleNamespace(state="READY", engine=SimpleNamespace(control_dir=tmp_path))
+    models: Any = SimpleNamespace(find=lambda name: placement)
+
+    async def run() -> None:
+        sessions = EngineSessions(models, "one")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as engine:
+            engine.bind(str(control.socket_path(tmp_path, "kv")))
+            engine.listen(1)
+            engine.settimeout(30)
+            call = asyncio.create_task(sessions.take(TakeSessionRequest(model_id="tiny", record=b"x")))
+            with (await asyncio.to_thread(engine.accept))[0]:
+                for _ in range(3):
+                    call.cancel()
+                    for _ in range(3):
+                        await asyncio.sleep(0)
+                    assert not call.done() and sessions._n_sent == 1
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert sessions._n_sent == 0
 
     asyncio.run(run())

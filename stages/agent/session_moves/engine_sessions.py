@@ -6,9 +6,7 @@ that are given or taken at once.
 
 from __future__ import annotations
 
-import asyncio
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,11 @@ from pipeline.fleet.bodies import (
     TakeSessionResponse,
 )
 from pipeline.ipc import control
+from stages.agent.disk_threads import SESSIONS
 from stages.agent.models import Models
 
 CALL_S = 10.0  # of a call to the engine, which may wait for its disk
-MAX_AT_ONCE = 8  # sessions that are given or taken
+MAX_AT_ONCE = 8  # sessions that are given or taken: as many as there are threads for calls to engines
 
 
 class EngineSessions:
@@ -41,12 +40,6 @@ class EngineSessions:
         self._models = models
         self._agent_id = agent_id
         self._n_sent = 0  # that are being given or taken
-        # Calls may wait for a disk for long: in the loop's own threads they would hold up heartbeats.
-        self._threads = ThreadPoolExecutor(MAX_AT_ONCE, "sessions")
-
-    def close(self) -> None:
-        """Make no more calls. Those that wait for an engine end by themselves."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def list(self, asked: ListSessionsRequest) -> ListSessionsResponse:
         """The sessions of a model. Raises `StarlingError`."""
@@ -125,17 +118,8 @@ class EngineSessions:
     async def _call(self, model: str, **fields: Any) -> dict[str, Any]:
         run_dir = self._run_dir(model)
         request = {"op": "session", "model": base_of(model), "agent": self._agent_id, **fields}
-
-        def call() -> dict[str, Any]:
-            return control.call(run_dir, "kv", request, CALL_S)
-
-        # The thread ends by itself, also if nothing waits for it any more; until then its memory must be there.
-        task = asyncio.get_running_loop().run_in_executor(self._threads, call)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            await asyncio.wait([task])
-            raise
+        # Cancelled, the call goes on: until its end the memory that it names must be there.
+        return await SESSIONS.uninterrupted(control.call, run_dir, "kv", request, CALL_S)
 
     def _run_dir(self, model: str) -> Path:
         placement = self._models.find(model)
