@@ -45,11 +45,8 @@ class _Output(io.FileIO):
 
 
 def install() -> None:
-    """Let `sys.stdout` raise `OutputError`. If the process has no standard output, what is printed is discarded."""
+    """Let `sys.stdout` raise `OutputError`. It exists: standard_streams.py."""
     stream = sys.stdout
-    if stream is None:  # `>&-`
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        return
     if stream is not sys.__stdout__ or not isinstance(stream, io.TextIOWrapper):  # installed, or a caller's own
         return
     stream.flush()

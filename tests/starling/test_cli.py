@@ -151,17 +151,6 @@ def test_an_output_on_a_full_disk_is_one_message(home: Path, command: str, unbuf
     assert done.returncode == 1
 
 
-def test_no_output_at_all_is_no_error(home: Path) -> None:
-    line = [sys.executable, "-m", "starling", "models"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-
-    def close() -> None:
-        os.close(1)
-
-    done = subprocess.run(line, env=env, stderr=subprocess.PIPE, timeout=240, check=False, preexec_fn=close)
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
 LATIN = {"PYTHONIOENCODING": "iso-8859-1", "STARLING_SERVER__RUN_DIR": "/tmp/\u00fc\u2019\U0001f600"}
 
 

@@ -38,7 +38,7 @@ def command(script: str, *words: str, cwd: Path | None = None, **env: str) -> su
     )
 
 
-@pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- 2>&-", "<&- >&- 2>&-"])
 def test_a_closed_standard_stream_is_an_empty_one(home: Path, closed: str) -> None:
     done = command(f'"$@" {closed}', "run", "absent", "hello")
     assert done.returncode == 2
