@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pipeline.models.versions import write_failure
 from pipeline.protocol import messages as m
 from stages.gateway.http import loading_stream
 from stages.gateway.http.app import make_app
+from stages.gateway.requests import stored_responses
 from stages.gateway.service import Service
 from tests.gateway.on_demand import Gateway, with_gateway
 from tests.gateway.response_bodies import parse_events
@@ -128,5 +130,47 @@ def test_a_response_that_fails_in_the_queue_of_the_loaded_model_is_the_admitted_
             failed = events[-1].data["response"]
             assert (failed["seed"], failed["id"]) == (5, state.id.replace("req-", "resp_"))
             assert failed["error"] == {"code": "invalid_prompt", "message": "it is cancelled"}
+
+    with_server(tmp_path, test)
+
+
+@pytest.mark.parametrize("is_in_background", [False, True])
+def test_a_failed_response_in_the_background_can_be_read(tmp_path: Path, is_in_background: bool) -> None:
+    """Its stream has given the client the id."""
+
+    async def test(gateway: Gateway, url: str) -> None:
+        body = {**BODY, "background": is_in_background}
+        async with ClientSession() as client, client.post(url + PATH, json=body) as answer:
+            await fail_load(gateway)
+            async with asyncio.timeout(60):
+                data = await answer.read()
+            data = b"\n\n".join(block for block in data.split(b"\n\n") if not block.startswith(b":"))
+            failed = parse_events(data)[-1].data["response"]
+            async with asyncio.timeout(60), client.get(f"{url}{PATH}/{failed['id']}") as found:
+                assert found.status == (200 if is_in_background else 404)
+                assert not is_in_background or await found.json() == failed
+            async with asyncio.timeout(60), client.get(f"{url}{PATH}/{failed['id']}/input_items") as found:
+                assert found.status == (200 if is_in_background else 404)
+                assert not is_in_background or len((await found.json())["data"]) == 1
+        gateway.service.responses.store.close(timeout_s=60)
+
+    with_server(tmp_path, test)
+
+
+def test_a_failure_that_cannot_be_stored_ends_the_stream(tmp_path: Path) -> None:
+    """The file does not answer, and as many calls wait for it as may."""
+
+    async def test(gateway: Gateway, url: str) -> None:
+        store, may_go_on = gateway.service.responses.store, threading.Event()
+        async with ClientSession() as client, client.post(url + PATH, json={**BODY, "background": True}) as answer:
+            await gateway.until(lambda: gateway.loading("b"))
+            stalled = [store.calls.add(lambda: may_go_on.wait(60)) for _ in range(stored_responses.MIN_CALLS)]
+            await fail_load(gateway)
+            async with asyncio.timeout(60):
+                assert b"response.failed" in await answer.read()
+            assert len(store.calls) == len(stalled)
+        may_go_on.set()
+        await store.flushed()
+        store.close(timeout_s=60)
 
     with_server(tmp_path, test)

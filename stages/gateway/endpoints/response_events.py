@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 
 from pipeline.api.json_body import to_json
-from pipeline.api.requests.generation_request import GenerationRequest, ResponseFields
+from pipeline.api.requests.generation_request import ResponseFields
 from pipeline.api.response_context import KeptResponse, encode_kept
-from pipeline.api.response_object import answer_message, failed_response, input_items, make_response
+from pipeline.api.response_object import answer_message, input_items, make_response
 from pipeline.errors import StarlingError
 from stages.gateway.endpoints.answer_parser import AnswerItem, ReasoningText, make_parser
 from stages.gateway.endpoints.chat_tools import ID_PREFIX as CALL_PREFIX
@@ -190,13 +190,12 @@ def kept_record(request: RequestState) -> bytes:
     return encode_kept(KeptResponse(msgspec.msgpack.encode(conversation), inputs, request.spec.body_digest))
 
 
-def refused_events(
-    generation: GenerationRequest, error: StarlingError, *, request_id: str, created: int, model: str, seed: int
-) -> list[BlockEvent]:
-    """Return all events of a request that fails before its answer begins. They are no units."""
-    fields = generation.response or ResponseFields()
-    begun = make_response(fields, request_id=request_id, created=created, status="in_progress", model=model, seed=seed)
-    responses = {"created": begun, "in_progress": begun, "failed": failed_response(begun, error)}
+def refused_events(begun: dict[str, Any], failed: dict[str, Any]) -> list[BlockEvent]:
+    """Return all events of a request that fails before its answer begins: its response before and after that.
+
+    They are no units.
+    """
+    responses = {"created": begun, "in_progress": begun, "failed": failed}
     return [
         BlockEvent(name.encode(), to_json({"type": name, "sequence_number": number, "response": response}), 0)
         for number, (name, response) in enumerate((f"response.{key}", one) for key, one in responses.items())

@@ -21,10 +21,11 @@ from pipeline.api.json_body import to_json
 from pipeline.api.output_tokens import RELAY
 from pipeline.api.request_name import HEADER as NAME
 from pipeline.api.request_name import RequestName
-from pipeline.api.requests.generation_request import GenerationRequest
+from pipeline.api.requests.generation_request import GenerationRequest, ResponseFields
+from pipeline.api.response_object import failed_response, make_response
 from pipeline.errors import StarlingError
 from stages.gateway.endpoints.response_events import refused_events
-from stages.gateway.http.context import SERVICE, STATE
+from stages.gateway.http.context import CALLER, SERVICE, STATE
 
 T = TypeVar("T")
 
@@ -85,25 +86,30 @@ class LoadingStream:
         """End the stream with an error, in the form of its API."""
         assert self.response is not None
         if generation.endpoint == "responses":
-            data = self._failed_response(error, generation)
+            data = await self._failed_response(error, generation)
         else:
             data = _error_bytes(error, generation, self.response.headers.get("X-Request-Id", ""))
         await self.response.write(data)
         await self.response.write_eof()
         return self.response
 
-    def _failed_response(self, error: StarlingError, generation: GenerationRequest) -> bytes:
+    async def _failed_response(self, error: StarlingError, generation: GenerationRequest) -> bytes:
+        service = self._request.app[SERVICE]
         state = self._request.get(STATE)  # of a request that was admitted, and failed before its answer began
         created = state.spec.created if state is not None else self._name.created
         drawn = state.spec.seed if state is not None else self._name.seed or 0  # 0: none was drawn
-        events = refused_events(
-            generation,
-            error,
+        begun = make_response(
+            generation.response or ResponseFields(),
             request_id=self._name.id,
-            created=created or int(self._request.app[SERVICE].wall()),
+            created=created or int(service.wall()),
+            status="in_progress",
             model=self._model,
             seed=generation.seed if generation.seed is not None else drawn,
         )
+        failed = failed_response(begun, error)
+        if state is None:  # else `Responses.ended` stores it
+            await service.responses.refused(generation, self._request[CALLER].tenant, self._name.id, failed)
+        events = refused_events(begun, failed)
         *opening, last = (sse.event(event.data, name=event.name) for event in events)
         named = response_context.failed_comment(error.code) if RELAY in self._request.headers else b""
         return b"".join((*opening, named, last))

@@ -4,10 +4,12 @@ claim     before everything: one request at a time continues a conversation; so 
 join      before admission: the conversation up to `previous_response_id` comes before the input
 commit    when all text has been sent: the response is stored; only then does the request end
 ended     a request in the background that failed or was cancelled: its response says so
+refused   likewise for one that failed before admission, when its stream had begun
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -191,6 +193,26 @@ class Responses:
                 then()
 
         self.store.put(failed, on_stored)
+
+    async def refused(
+        self, generation: GenerationRequest, tenant: str, request_id: str, response: dict[str, Any]
+    ) -> None:
+        """Store the failed response of a request in the background that was not admitted, and is named by its stream.
+
+        It can be read, and not be continued.  Where it cannot be stored, the stream alone says how it ended.
+        """
+        fields = generation.response
+        if not fields or not generation.is_in_background:
+            return
+        try:
+            self.store.check_room(tenant)
+        except StarlingError:
+            return
+        inputs = to_json([msgspec.Raw(item.item) for item in input_items(fields, request_id)])
+        is_over = asyncio.Event()
+        failed = StoredResponse(tenant, response_id_of(request_id), to_json(response), [], inputs)
+        self.store.put(failed, lambda error: is_over.set())
+        await is_over.wait()
 
     @staticmethod
     def _stored(request: RequestState, response: dict[str, Any], conversation: list[dict[str, Any]]) -> StoredResponse:
