@@ -13,18 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-# Keywords that say nothing about a value.
-_ANNOTATIONS = frozenset(
-    ("$defs", "definitions", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
-).union(("$schema", "$id", "$comment", "x-guidance", "discriminator"))
+from pipeline.api.schema_keywords import ANNOTATIONS, BY_NAME, LISTS, SINGLE
+
 # What an object that is closed may say beside that, and an array whose elements are.
-_OF_OBJECTS = _ANNOTATIONS | {"type", "properties", "required", "minProperties", "maxProperties"}
-_OF_ARRAYS = _ANNOTATIONS | {"type", "items", "prefixItems", "minItems", "maxItems"}
-# Keywords that hold schemas: by name, in a list, or one.
-_BY_NAME = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas", "dependencies")
-_LISTS = ("prefixItems", "anyOf", "allOf", "oneOf", "items")
-_SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains")
-_OTHER_SINGLE = ("propertyNames", "unevaluatedProperties", "unevaluatedItems", "contentSchema")
+_OF_OBJECTS = ANNOTATIONS | {"type", "properties", "required", "minProperties", "maxProperties"}
+_OF_ARRAYS = ANNOTATIONS | {"type", "items", "prefixItems", "minItems", "maxItems"}
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +38,7 @@ def _whole_keywords(schema: dict[str, Any]) -> set[str]:
         found |= {"properties", "additionalProperties"}
     for key in ("anyOf", "allOf"):
         members = schema.get(key)
-        if keywords <= _ANNOTATIONS | {key} and isinstance(members, list) and (key == "anyOf" or len(members) == 1):
+        if keywords <= ANNOTATIONS | {key} and isinstance(members, list) and (key == "anyOf" or len(members) == 1):
             found.add(key)
     return found
 
@@ -57,11 +50,11 @@ def _references(schema: Any, is_whole: bool) -> Iterator[bool]:
     if "$dynamicRef" in schema or "$recursiveRef" in schema:
         yield False
     if "$ref" in schema:
-        yield is_whole and set(schema) <= _ANNOTATIONS | {"$ref"}
+        yield is_whole and set(schema) <= ANNOTATIONS | {"$ref"}
     whole = _whole_keywords(schema) if is_whole else ()
-    for key in (*_BY_NAME, *_LISTS, *_SINGLE, *_OTHER_SINGLE):
+    for key in dict.fromkeys((*BY_NAME, *LISTS, *SINGLE)):
         value = schema.get(key)
-        if key in _BY_NAME and isinstance(value, dict):
+        if key in BY_NAME and isinstance(value, dict):
             members = list(value.values())
         elif isinstance(value, list):
             members = value
@@ -78,7 +71,7 @@ def _closed(schema: Any) -> Any:
     made = dict(schema)
     for key in _whole_keywords(schema) & set(schema):
         value = schema[key]
-        if key in _BY_NAME and isinstance(value, dict):
+        if key in BY_NAME and isinstance(value, dict):
             made[key] = {name: _closed(member) for name, member in value.items()}
         elif isinstance(value, list):
             made[key] = [_closed(member) for member in value]

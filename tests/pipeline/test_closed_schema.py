@@ -121,3 +121,15 @@ def test_a_schema_may_be_as_deep_as_a_body() -> None:
     for _ in range(100):  # as deep as a body may be
         schema = {"properties": {"a": schema}}
     assert closed(schema)["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("keyword", ["items", "additionalProperties"])
+def test_the_work_grows_with_the_size_of_a_schema_alone(keyword: str) -> None:
+    """A keyword that holds one schema or a list is followed once: twice at each level would never end."""
+    schema: dict[str, Any] = A
+    for _ in range(100):
+        schema = {keyword: schema}
+    made: Any = closed(schema)
+    for _ in range(100):
+        made = made[keyword]
+    assert made == CLOSED_A
