@@ -264,3 +264,33 @@ def test_a_schema_beside_a_demanded_call_has_no_effect(server: Server) -> None:
     assert submitted(server).constraint.field == "response_format.json_schema.schema"  # type: ignore[union-attr]
     refused = server.post("/v1/chat/completions", {**body, "response_format": None, "regex": "a+"})
     assert (refused.status, refused.json["error"]["param"]) == (400, "regex")
+
+
+def call_matcher(tokenizer: Any, parameters: dict[str, Any], strict: bool = False) -> Any:
+    """A matcher of calls of `note`, forced or in any text, whose arguments match the schema."""
+    tool = template_form("note", "", parameters)
+    if not strict:
+        return new_matcher(tokenizer, call_constraint(ToolUse(("note",), True, "hermes", "", "note"), [tool], "f"))
+    use = ToolUse(("note",), True, "hermes", "", "", ("note",), "f")
+    constraint = answer_constraint(use, [tool], None)
+    assert constraint is not None
+    return new_matcher(tokenizer, constraint)
+
+
+def takes(matcher: Any, arguments: str) -> bool:
+    """Whether a call with these arguments is allowed."""
+    tokens = [*f'<tool_call>\n{{"name": "note", "arguments": {arguments}}}\n</tool_call>'.encode()]
+    fresh = matcher.deep_copy()
+    return fresh.try_consume_tokens(tokens) == len(tokens) and bool(fresh.is_accepting())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_schemas_of_tools_may_have_keywords_that_restrict_nothing(tokenizer: Any, strict: bool) -> None:
+    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}
+    secret = {"type": "string", "format": "password"}
+    parameters = {"type": "object", "properties": {"record": record, "secret": secret, "never": {"not": {}}}}
+    matcher = call_matcher(tokenizer, {**parameters, "dependencies": {}, "unevaluatedProperties": False}, strict)
+    assert takes(matcher, '{"record": {"a": 1}, "secret": "x"}')
+    assert not takes(matcher, '{"record": {"a": "b"}}')
+    assert not takes(matcher, '{"never": 1}')
+    assert not takes(matcher, '{"other": 1}')

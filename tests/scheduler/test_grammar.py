@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from pipeline.api.constraint_fields import MAX_CHOICES
+from pipeline.api.plain_schema import FORMATS
 from pipeline.api.plain_times import plain_times
 from pipeline.protocol.messages import Constraint, ReasoningPrefix
 from stages.scheduler.constraints import grammar
@@ -334,3 +335,44 @@ def test_errors_name_lines_of_the_client() -> None:
         with pytest.raises(grammar.GrammarError) as error:
             grammar.new_matcher(tokenizer(), Constraint("lark", 'start: a\na: unknown_rule "x"', "field", after))
         assert "unknown_rule" in str(error.value)
+
+
+def accepts(matcher: Any, value: Any) -> bool:
+    """`value`: JSON text, or what it stands for."""
+    tokens, fresh = [*(value if isinstance(value, str) else json.dumps(value)).encode()], matcher.deep_copy()
+    return fresh.try_consume_tokens(tokens) == len(tokens) and bool(fresh.is_accepting())
+
+
+TEXT = {"type": "string"}
+NO_EFFECT: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
+    "propertyNames": ({"propertyNames": TEXT, "additionalProperties": {"type": "null"}}, [{"a": None}], [{"a": 1}]),
+    "uniqueItems": ({"type": "array", "uniqueItems": False, "items": {"type": "null"}}, [[None, None]], [[1]]),
+    "dependencies": ({"dependencies": {}, "properties": {"a": TEXT}}, [{"a": "x"}, {}], [{"a": 1}]),
+    "never": ({"properties": {"a": {"not": {}}, "b": TEXT}}, [{"b": "x"}, {}], [{"a": 1}, {"a": "x"}]),
+    "unevaluated": ({"properties": {"a": TEXT}, "unevaluatedProperties": False}, [{"a": "x"}, {}], [{"b": "x"}]),
+    "evaluated": ({"additionalProperties": TEXT, "unevaluatedProperties": False}, [{"a": "x"}], [{"a": 1}]),
+    **{
+        form: ({"properties": {"a": {"type": "string", "format": form, "maxLength": 9}}}, [{"a": "x/1"}], [{"a": 1}])
+        for form in ("password", "binary", "path", "regex", "base64", "byte", "uri-reference")
+    },
+}
+
+
+@pytest.mark.parametrize("name", NO_EFFECT)
+def test_keywords_that_restrict_nothing_are_no_reason_to_refuse(name: str) -> None:
+    given, valid, invalid = NO_EFFECT[name]
+    schema = {"type": "object", **given}
+    matcher, validator = matcher_of("json_schema", json.dumps(schema)), jsonschema.Draft202012Validator(schema)
+    for value in valid:
+        validator.validate(value)
+        assert accepts(matcher, value)
+    assert not any(accepts(matcher, value) for value in invalid)
+    for seed in range(10):
+        text, has_ended = walk(matcher.deep_copy(), seed)
+        if has_ended:
+            validator.validate(json.loads(text))
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_the_formats_that_are_kept_are_those_of_the_library(form: str) -> None:
+    assert matcher_of("json_schema", json.dumps({"type": "string", "format": form}))

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from pipeline.api.closed_schema import closed
+from pipeline.api.plain_schema import plain_schema
 from pipeline.api.plain_times import plain_times
 from pipeline.api.requests.tool_fields import ANY_TOOL, ToolUse
 from pipeline.api.requests.tool_formats import format_of
@@ -100,7 +101,7 @@ def _call_rule(index: int, function: dict[str, Any], form: _Form, use: ToolUse) 
     head = f'{{"name": {json.dumps(function["name"])}, {json.dumps(form.arguments)}: '
     schema = _ANY_OBJECT
     if use.forced or function["name"] in use.strict:
-        schema = {**plain_times(closed(function["parameters"])), "type": "object"}
+        schema = {**plain_times(closed(plain_schema(function["parameters"]))), "type": "object"}
     text = json.dumps({**schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
     return f"call_{index}: {_literal(head)} arguments_{index} {_literal('}')}\narguments_{index}: %json {text}"
 

@@ -13,6 +13,7 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from pipeline.api.plain_schema import plain_schema
 from pipeline.api.plain_times import plain_times
 from pipeline.protocol.messages import Constraint, ReasoningPrefix
 from stages.scheduler.constraints.frames import VocabularyFile
@@ -101,7 +102,8 @@ def to_lark(constraint: Constraint) -> str:
                 raise GrammarError("the schema must be an object")
             given = schema.get("x-guidance")
             options = {**_JSON_OPTIONS, **(given if isinstance(given, dict) else {}), "lenient": False}
-            return f"start: %json {json.dumps({**plain_times(schema), 'x-guidance': options})}{_OPTIONS}"
+            made = {**plain_times(plain_schema(schema)), "x-guidance": options}
+            return f"start: %json {json.dumps(made)}{_OPTIONS}"
         if kind == "choice":
             # A terminal: a rule would have as many items at a time as texts that begin alike, more than the limit.
             return f"start: TEXT\nTEXT: {' | '.join(map(_literal, json.loads(text)))}{_OPTIONS}"

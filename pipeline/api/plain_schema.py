@@ -1,0 +1,98 @@
+"""A JSON Schema without the keywords that restrict nothing, where the library of grammars refuses them.
+
+The readers of schemas and the grammars of tool calls use it before an object is closed; the scheduler repeats it for
+schemas from elsewhere.  It changes nothing the second time, so the bytes of an answer do not depend on who has done it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.api.schema_keywords import ANNOTATIONS, with_subschemas
+
+# The formats that the library enforces.  All others are annotations, as JSON Schema defines them.
+FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
+)
+_IF, _DEPENDENCIES = ("then", "else"), ("dependencies", "dependentRequired", "dependentSchemas")
+# Keywords whose schemas may evaluate properties and elements of the value itself.
+_IN_PLACE = {"$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if", *_IF, *_DEPENDENCIES}
+# What has no other keyword than one of these evaluates the same as the second one alone.
+_UNEVALUATED = (
+    ("unevaluatedProperties", "additionalProperties", _IN_PLACE),
+    ("unevaluatedItems", "items", _IN_PLACE | {"contains", "additionalItems"}),
+)
+
+
+def plain_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema of the same values, but for formats, without keywords that restrict nothing.
+
+    A schema that nothing matches, as `{"not": {}}`, becomes `false` where it is inside another.
+    """
+    made = _plain(schema)
+    return made if isinstance(made, dict) else schema
+
+
+def _plain(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    made = with_subschemas(schema, _plain)
+    if "not" in made and _is_true(made["not"]):
+        return False
+    if made.get("not") is False:
+        del made["not"]
+    if made.get("uniqueItems") is False:
+        del made["uniqueItems"]
+    if "propertyNames" in made and _takes_every_text(made["propertyNames"]):
+        del made["propertyNames"]
+    form = made.get("format")
+    if isinstance(form, str) and form not in FORMATS:
+        del made["format"]
+    _without_conditions(made)
+    for key, other, evaluating in _UNEVALUATED:
+        if key not in made:
+            continue
+        if _is_true(made[key]) or isinstance(made.get(other), (bool, dict)):
+            del made[key]  # nothing is left to it
+        elif other not in made and made.keys().isdisjoint(evaluating):
+            made[other] = made.pop(key)
+    return made
+
+
+def _without_conditions(made: dict[str, Any]) -> None:
+    """Remove conditions without a consequence, consequences without a condition, and dependencies on nothing."""
+    if made.keys().isdisjoint(_IF):
+        made.pop("if", None)
+    if "if" not in made:
+        for key in _IF:
+            made.pop(key, None)
+    required = made.get("required")
+    present = required if isinstance(required, list) else []
+    for key in _DEPENDENCIES:
+        given = made.get(key)
+        if not isinstance(given, dict):
+            continue
+        left = {name: one for name, one in given.items() if not _is_given(one, [name, *present])}
+        if left:
+            made[key] = left
+        else:
+            del made[key]
+
+
+def _is_given(dependency: Any, present: list[Any]) -> bool:
+    if isinstance(dependency, list):
+        return all(name in present for name in dependency)
+    return _is_true(dependency)
+
+
+def _is_true(schema: Any) -> bool:
+    """Whether every value matches."""
+    return schema is True or (isinstance(schema, dict) and schema.keys() <= ANNOTATIONS)
+
+
+def _takes_every_text(schema: Any) -> bool:
+    if not isinstance(schema, dict):
+        return schema is True
+    kind = schema.get("type", "string")
+    is_text = kind == "string" or (isinstance(kind, list) and "string" in kind)
+    return is_text and schema.get("minLength", 0) == 0 and schema.keys() <= ANNOTATIONS | {"type", "minLength"}
