@@ -1,5 +1,7 @@
 """A JSON Schema without the keywords that restrict nothing, where the library of grammars refuses them.
 
+Wide bounds of numbers are narrowed as well (`number_bounds`).
+
 The readers of schemas and the grammars of tool calls use it before an object is closed; the scheduler repeats it for
 schemas from elsewhere.  It changes nothing the second time, so the bytes of an answer do not depend on who has done it.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.api.number_bounds import narrow_bounds
 from pipeline.api.schema_keywords import ANNOTATIONS, with_subschemas
 
 # The formats that the library enforces.  All others are annotations, as JSON Schema defines them.
@@ -25,7 +28,7 @@ _UNEVALUATED = (
 
 
 def plain_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema of the same values, but for formats, without keywords that restrict nothing.
+    """Return a schema of the same values, but for formats and wide numbers, without keywords that restrict nothing.
 
     A schema that nothing matches, as `{"not": {}}`, becomes `false` where it is inside another.
     """
@@ -48,6 +51,7 @@ def _plain(schema: Any) -> Any:
     form = made.get("format")
     if isinstance(form, str) and form not in FORMATS:
         del made["format"]
+    narrow_bounds(made)
     _without_conditions(made)
     for key, other, evaluating in _UNEVALUATED:
         if key not in made:
