@@ -14,6 +14,7 @@ from pipeline.api.closed_schema import closed
 from pipeline.api.fields import Reader, flag, invalid_value, object_schema, read_fields, show, text
 from pipeline.api.json_schema import any_of, array_of, described, schema_of
 from pipeline.api.plain_schema import plain_schema
+from pipeline.api.tagged_unions import tagged_unions
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Constraint
 
@@ -47,7 +48,7 @@ def read_schema(value: Any, name: str) -> Constraint:
     if not isinstance(value, dict):
         raise invalid_value(name, value, "a JSON Schema, which is an object")
     try:
-        content = json.dumps(closed(plain_schema(value)), ensure_ascii=False, separators=(",", ":"))
+        content = json.dumps(closed(tagged_unions(plain_schema(value))), ensure_ascii=False, separators=(",", ":"))
     except RecursionError:
         raise InvalidRequest(f"{name} is nested too deeply; flatten it", name) from None
     return _constraint("json_schema", content, name)

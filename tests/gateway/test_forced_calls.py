@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.api.constraint_fields import read_schema
 from pipeline.api.requests.tool_fields import ANY_TOOL, ToolUse, template_form
 from pipeline.api.requests.tool_formats import FORMATS
 from pipeline.errors import InvalidRequest
@@ -294,3 +295,42 @@ def test_schemas_of_tools_may_have_keywords_that_restrict_nothing(tokenizer: Any
     assert not takes(matcher, '{"record": {"a": "b"}}')
     assert not takes(matcher, '{"never": 1}')
     assert not takes(matcher, '{"other": 1}')
+
+
+UNION = {
+    "$defs": {
+        name: {"type": "object", "properties": {"kind": {"const": name, "default": name}, "n": {"type": "integer"}}}
+        for name in ("a", "b")
+    },
+    "type": "object",
+    "properties": {
+        "u": {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "discriminator": {"propertyName": "kind"}}
+    },
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_arguments_may_be_discriminated_unions(tokenizer: Any, strict: bool) -> None:
+    matcher = call_matcher(tokenizer, UNION, strict)
+    assert takes(matcher, '{"u": {"kind": "b", "n": 1}}')
+    for wrong in ('{"u": {"n": 1}}', '{"u": {"kind": "c"}}', '{"u": {"kind": "a", "x": 1}}'):
+        assert not takes(matcher, wrong)
+
+
+def test_schemas_keep_their_options_for_the_library_beside_tools(tokenizer: Any) -> None:
+    """Those of an answer, and those of the arguments of a tool."""
+    options = {"x-guidance": {"coerce_one_of": True, "whitespace_pattern": ""}}
+    unions: dict[str, Any] = {
+        "type": "object",
+        "properties": {"u": {"oneOf": [{"minimum": 0}, {"maximum": 0}]}},
+        **options,
+    }
+    matcher = call_matcher(tokenizer, unions)
+    assert takes(matcher, '{"u":1}')
+    assert not takes(matcher, '{"u": 1}')
+    tools = [template_form("now", "", {})]
+    constraint = answer_constraint(ToolUse(("now",), False, "hermes"), tools, read_schema(unions, "f"))
+    assert constraint is not None
+    fresh = new_matcher(tokenizer, constraint)
+    assert fresh.try_consume_tokens([*b'{"u":1}']) == 7
+    assert fresh.is_accepting()

@@ -15,16 +15,18 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from pipeline.api.closed_schema import closed
+from pipeline.api.guidance_options import with_options
 from pipeline.api.plain_schema import plain_schema
 from pipeline.api.plain_times import plain_times
 from pipeline.api.requests.tool_fields import ANY_TOOL, ToolUse
 from pipeline.api.requests.tool_formats import format_of
+from pipeline.api.tagged_unions import tagged_unions
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Constraint
 
 MAX_FORCED_CALLS = 16  # in an answer: a small model may repeat calls without end
 # Between the tokens of JSON: at most a space, so that no output is filled with white space.
-_JSON_OPTIONS = {"whitespace_pattern": "[ ]?", "lenient": False}
+_JSON_OPTIONS = {"whitespace_pattern": "[ ]?"}
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
@@ -67,7 +69,7 @@ def answer_constraint(use: ToolUse, tools: Iterable[dict[str, Any]], given: Cons
         )
     calls, rules = _calls(use, list(tools), form)
     if given:
-        schema = {**plain_times(json.loads(given.text)), "x-guidance": _JSON_OPTIONS}
+        schema = with_options(plain_times(json.loads(given.text)), _JSON_OPTIONS)
         start = [f"start: answer | {calls}", f"answer: %json {json.dumps(schema, ensure_ascii=False)}"]
     elif form.opener:
         start = _text_with_calls(use, form)
@@ -101,8 +103,9 @@ def _call_rule(index: int, function: dict[str, Any], form: _Form, use: ToolUse) 
     head = f'{{"name": {json.dumps(function["name"])}, {json.dumps(form.arguments)}: '
     schema = _ANY_OBJECT
     if use.forced or function["name"] in use.strict:
-        schema = {**plain_times(closed(plain_schema(function["parameters"]))), "type": "object"}
-    text = json.dumps({**schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
+        arguments = closed(tagged_unions(plain_schema(function["parameters"])))
+        schema = {**plain_times(arguments), "type": "object"}
+    text = json.dumps(with_options(schema, _JSON_OPTIONS), ensure_ascii=False)
     return f"call_{index}: {_literal(head)} arguments_{index} {_literal('}')}\narguments_{index}: %json {text}"
 
 

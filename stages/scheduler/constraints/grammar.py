@@ -13,6 +13,7 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from pipeline.api.guidance_options import with_options
 from pipeline.api.plain_schema import plain_schema
 from pipeline.api.plain_times import plain_times
 from pipeline.protocol.messages import Constraint, ReasoningPrefix
@@ -23,7 +24,7 @@ from stages.scheduler.constraints.frames import VocabularyFile
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'  # at the end, so that errors count the client's lines
 # Between the tokens of JSON: at most a space, or a line break with its indentation.  Unbounded white space would let a
 # model fill its whole output with it.
-_JSON_OPTIONS = {"whitespace_pattern": r"[ ]?|\n[ \t]{0,40}", "lenient": False}
+_JSON_OPTIONS = {"whitespace_pattern": r"[ ]?|\n[ \t]{0,40}"}
 _OWN_OPTIONS = re.compile(r"(?m)^\s*%llguidance\b")
 _LISTING = re.compile(r"<state>|<non-verbose/>|\n +[0-9]+ \|")
 _MISFIT = "doesn't satisfy the grammar"
@@ -100,9 +101,7 @@ def to_lark(constraint: Constraint) -> str:
             schema = json.loads(text)
             if not isinstance(schema, dict):
                 raise GrammarError("the schema must be an object")
-            given = schema.get("x-guidance")
-            options = {**_JSON_OPTIONS, **(given if isinstance(given, dict) else {}), "lenient": False}
-            made = {**plain_times(plain_schema(schema)), "x-guidance": options}
+            made = with_options(plain_times(plain_schema(schema)), _JSON_OPTIONS)
             return f"start: %json {json.dumps(made)}{_OPTIONS}"
         if kind == "choice":
             # A terminal: a rule would have as many items at a time as texts that begin alike, more than the limit.

@@ -1,0 +1,130 @@
+"""Discriminated unions: what matches the result matches the schema as given, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.api.constraint_fields import read_schema
+from pipeline.api.tagged_unions import MAX_COPIED, tagged_unions
+
+
+def branch(*tags: str, tag: str = "kind", **more: Any) -> dict[str, Any]:
+    """As Pydantic writes a class whose tag has a default."""
+    kind = {"const": tags[0]} if len(tags) == 1 else {"enum": list(tags)}
+    return {"type": "object", "properties": {tag: {**kind, "default": tags[0]}, **more.pop("properties", {})}, **more}
+
+
+def union(*members: Any, tag: str = "kind", **more: Any) -> dict[str, Any]:
+    return {"oneOf": list(members), "discriminator": {"propertyName": tag}, **more}
+
+
+A, B = {"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}
+DEFS = {"A": branch("a"), "B": branch("b", "bb")}
+
+
+def test_references_lead_to_copies_that_require_the_tag() -> None:
+    schema = {"$defs": DEFS, "properties": {"one": union(A, B, title="U"), "many": {"items": union(B, A)}, "a": A}}
+    made = tagged_unions(schema)
+    copies = [{"$ref": f"#/$defs/tagged-{index}"} for index in range(2)]
+    assert made["properties"]["one"]["anyOf"] == copies
+    assert made["properties"]["many"]["items"]["anyOf"] == copies[::-1]
+    assert made["properties"]["a"] == A
+    assert made["$defs"]["tagged-0"] == {**DEFS["A"], "required": ["kind"]}
+    assert {name: made["$defs"][name] for name in DEFS} == DEFS
+    assert tagged_unions(made) == made
+    assert "oneOf" not in json.dumps(made)
+
+
+def test_definitions_that_require_their_tag_are_used_as_they_are() -> None:
+    schema = {"$defs": {name: {**one, "required": ["kind"]} for name, one in DEFS.items()}, **union(A, B)}
+    assert tagged_unions(schema)["anyOf"] == [A, B]
+    assert tagged_unions(schema)["$defs"] == schema["$defs"]
+
+
+def test_the_branches_of_a_union_are_closed_as_other_objects() -> None:
+    made = json.loads(read_schema({"$defs": DEFS, "properties": {"u": union(A, B)}}, "f").text)
+    assert made["$defs"]["tagged-0"]["additionalProperties"] is False
+    assert json.loads(read_schema(made, "f").text) == made
+
+
+def test_a_recursive_union_and_a_union_in_a_union_end() -> None:
+    node = branch("a", properties={"children": {"type": "array", "items": union(A, B)}})
+    made = tagged_unions({"$defs": {"A": node, "B": DEFS["B"]}, **union(A, B)})
+    copy = made["$defs"]["tagged-0"]
+    assert copy["properties"]["children"]["items"]["anyOf"] == made["anyOf"]
+    colours = [branch("red", "blue", tag="colour", properties={"kind": {"const": "cat"}}), branch("b", tag="colour")]
+    colours[1]["properties"]["kind"] = {"const": "cat"}
+    nested = tagged_unions(union(union(*colours, tag="colour"), branch("dog")))
+    assert [one["required"] for one in nested["anyOf"][0]["anyOf"]] == [["kind", "colour"]] * 2
+    assert nested["anyOf"][1]["required"] == ["kind"]
+
+
+def test_the_work_is_bounded_where_unions_share_their_branches() -> None:
+    """Ten references at each of twenty levels: 10 ** 20 paths."""
+    levels = {f"L{index}": {"anyOf": [{"$ref": f"#/$defs/L{index + 1}"}] * 10} for index in range(20)}
+    made = tagged_unions({"$defs": {**levels, "L20": DEFS["A"]}, **union({"$ref": "#/$defs/L0"}, branch("b"))})
+    assert made["anyOf"][0] == {"$ref": "#/$defs/tagged-20"}
+    assert len(made["$defs"]) == 2 * 21
+
+
+CHAIN = {f"d{index}": {"$ref": f"#/$defs/d{index + 1}"} for index in range(3000)}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [branch("a"), branch("b")]},
+        union(branch("a"), branch("b", "a")),
+        union(branch("a"), {"type": "string"}),
+        union(branch("a"), {**branch("b"), "type": ["string", "null"]}),
+        union(branch("a"), True),
+        union(branch("a"), {"$ref": "#/$defs/missing"}),
+        union(branch("a"), {"$ref": ["#"]}),
+        union(branch("a"), {**branch("b"), "required": "kind"}),
+        {**union(branch("a")), "discriminator": {}},
+        {**union(branch("a")), "discriminator": "kind"},
+        {"properties": {"a": {"properties": {"kind": {"const": 1}}, **union(branch("b"), {"const": {"kind": "b"}})}}},
+        {"$defs": {"A": {**DEFS["A"], "$anchor": "a"}}, **union(A)},
+        {"$defs": {"A": A}, **union(A)},
+        {"$defs": {"A": {**DEFS["A"], "description": "x" * MAX_COPIED}}, **union(A)},
+        {"$defs": CHAIN, **union({"$ref": "#/$defs/d0"})},
+        {"default": union(branch("a"), branch("b")), "enum": [union(branch("a"))]},
+        {"oneOf": [{"properties": {"u": union(branch("a"), branch("b"))}}, {"type": "null"}]},
+    ],
+)
+def test_other_unions_stay_as_they_are(schema: dict[str, Any]) -> None:
+    assert tagged_unions(schema) == schema
+
+
+TAGS = st.sampled_from(["a", "b"])
+OBJECTS = st.builds(
+    lambda tags, required, x, kind: {**branch(*tags, properties={"x": x}), "required": required, **kind},
+    st.lists(TAGS, min_size=1, max_size=2, unique=True),
+    st.sampled_from([[], ["x"], ["kind"]]),
+    st.sampled_from([True, {"type": "integer"}]),
+    st.sampled_from([{}, {"type": ["object", "null"]}, {"additionalProperties": False}]),
+)
+MEMBERS = st.recursive(
+    OBJECTS | st.sampled_from([A, B, {"type": "null"}]),
+    lambda inner: st.lists(inner, min_size=1, max_size=3).map(lambda members: union(*members)),
+    max_leaves=4,
+)
+VALUES = st.none() | st.dictionaries(st.sampled_from(["kind", "x"]), st.sampled_from(["a", "b", 1]))
+
+
+@given(st.lists(MEMBERS, min_size=1, max_size=3), MEMBERS, MEMBERS, VALUES)
+def test_what_matches_the_result_matches_the_schema(members: list[Any], one: Any, other: Any, value: Any) -> None:
+    schema = {"$defs": {"A": one, "B": other}, **union(*members)}
+    made = tagged_unions(schema)
+    assert tagged_unions(made) == made
+    try:
+        if jsonschema.Draft202012Validator(made).is_valid(value):
+            assert jsonschema.Draft202012Validator(schema).is_valid(value)
+    except RecursionError:  # a reference that leads back to itself
+        return
