@@ -28,6 +28,17 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
+def closed_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a tool's arguments, closed; also if its properties are `{}`: the tool takes no arguments.
+
+    Elsewhere `"properties": {}` may stand for any object.
+    """
+    made = closed(parameters)
+    if made.get("properties") != {} or not _allows_no_others(made):
+        return made
+    return {**made, "additionalProperties": False}
+
+
 def _whole_keywords(schema: dict[str, Any]) -> set[str]:
     """The keywords whose members alone describe a value, if `schema` alone describes the value that it is of."""
     keywords = set(schema)
@@ -83,9 +94,13 @@ def _closed(schema: Any) -> Any:
 
 
 def _can_close(schema: dict[str, Any]) -> bool:
-    """Whether the schema says nothing of other properties, and an object without them can match."""
+    """Whether the schema lists properties and says nothing of others, and an object without them can match."""
+    return bool(schema.get("properties")) and _allows_no_others(schema)
+
+
+def _allows_no_others(schema: dict[str, Any]) -> bool:
     properties = schema.get("properties")
-    if not isinstance(properties, dict) or not properties or not set(schema) <= _OF_OBJECTS:
+    if not isinstance(properties, dict) or not set(schema) <= _OF_OBJECTS:
         return False
     required, least = schema.get("required", []), schema.get("minProperties", 0)
     if not isinstance(required, list) or not isinstance(least, int):

@@ -267,7 +267,7 @@ def test_a_schema_beside_a_demanded_call_has_no_effect(server: Server) -> None:
     assert (refused.status, refused.json["error"]["param"]) == (400, "regex")
 
 
-def call_matcher(tokenizer: Any, parameters: dict[str, Any], strict: bool = False) -> Any:
+def call_matcher(tokenizer: Any, parameters: dict[str, Any] | None, strict: bool = False) -> Any:
     """A matcher of calls of `note`, forced or in any text, whose arguments match the schema."""
     tool = template_form("note", "", parameters)
     if not strict:
@@ -334,3 +334,12 @@ def test_schemas_keep_their_options_for_the_library_beside_tools(tokenizer: Any)
     fresh = new_matcher(tokenizer, constraint)
     assert fresh.try_consume_tokens([*b'{"u":1}']) == 7
     assert fresh.is_accepting()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("parameters", [None, {"type": "object", "properties": {}}, {"properties": {}, "required": []}])
+def test_calls_of_tools_without_parameters_have_no_arguments(tokenizer: Any, parameters: Any, strict: bool) -> None:
+    matcher = call_matcher(tokenizer, parameters, strict)
+    assert takes(matcher, "{}")
+    assert not takes(matcher, '{"city": "Rome"}')
+    assert takes(call_matcher(tokenizer, {"type": "object"}, strict), '{"city": "Rome"}')

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.api.closed_schema import closed
+from pipeline.api.closed_schema import closed, closed_arguments
 
 INTEGER = {"type": "integer"}
 A = {"type": "object", "properties": {"a": INTEGER}}
@@ -133,3 +133,21 @@ def test_the_work_grows_with_the_size_of_a_schema_alone(keyword: str) -> None:
     for _ in range(100):
         made = made[keyword]
     assert made == CLOSED_A
+
+
+def test_a_tool_without_parameters_takes_no_arguments() -> None:
+    none: dict[str, Any] = {"type": "object", "properties": {}, "required": []}
+    assert closed_arguments(none) == {**none, "additionalProperties": False}
+    assert closed_arguments(A) == CLOSED_A
+    inner = {"type": "object", "properties": {"any": none}}
+    assert closed_arguments(inner)["properties"]["any"] == none
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"additionalProperties": True}, {"minProperties": 1}, {"patternProperties": {"^x": {}}}, {"required": ["a"]}],
+)
+def test_a_tool_whose_schema_says_more_is_not_closed(more: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {}, **more}
+    assert closed_arguments(schema) == schema
+    assert closed_arguments({"type": "object"}) == {"type": "object"}

@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from pipeline.api.closed_schema import closed
+from pipeline.api.closed_schema import closed_arguments
 from pipeline.api.guidance_options import with_options
 from pipeline.api.plain_schema import plain_schema
 from pipeline.api.plain_times import plain_times
@@ -103,7 +103,7 @@ def _call_rule(index: int, function: dict[str, Any], form: _Form, use: ToolUse) 
     head = f'{{"name": {json.dumps(function["name"])}, {json.dumps(form.arguments)}: '
     schema = _ANY_OBJECT
     if use.forced or function["name"] in use.strict:
-        arguments = closed(tagged_unions(plain_schema(function["parameters"])))
+        arguments = closed_arguments(tagged_unions(plain_schema(function["parameters"])))
         schema = {**plain_times(arguments), "type": "object"}
     text = json.dumps(with_options(schema, _JSON_OPTIONS), ensure_ascii=False)
     return f"call_{index}: {_literal(head)} arguments_{index} {_literal('}')}\narguments_{index}: %json {text}"
