@@ -105,4 +105,4 @@ def _allows_no_others(schema: dict[str, Any]) -> bool:
     required, least = schema.get("required", []), schema.get("minProperties", 0)
     if not isinstance(required, list) or not isinstance(least, int):
         return False
-    return least <= len(properties) and all(name in properties for name in required)
+    return least <= len(properties) and all(isinstance(name, str) and name in properties for name in required)

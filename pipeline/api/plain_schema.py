@@ -54,7 +54,7 @@ def _plain(schema: Any) -> Any:
     narrow_bounds(made)
     _without_conditions(made)
     for key, other, evaluating in _UNEVALUATED:
-        if key not in made:
+        if not isinstance(made.get(key), (bool, dict)):
             continue
         if _is_true(made[key]) or isinstance(made.get(other), (bool, dict)):
             del made[key]  # nothing is left to it

@@ -56,6 +56,7 @@ def test_objects_with_properties_are_closed(schema: dict[str, Any], expected: di
         {**A, "additionalProperties": INTEGER},
         {**A, "patternProperties": {"^x": INTEGER}},
         {**A, "required": ["b"]},
+        {**A, "required": [{}]},  # malformed: the library of grammars refuses it
         {**A, "minProperties": 2},
         {**A, "enum": [{"a": 1, "b": 2}]},
         {**A, "dependentRequired": {"a": ["b"]}},

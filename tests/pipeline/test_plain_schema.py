@@ -65,6 +65,7 @@ def test_keywords_without_effect_are_dropped(schema: dict[str, Any], expected: d
         {**OBJECT, "dependentRequired": {"a": ["b"]}},
         {"allOf": [OPEN], "unevaluatedProperties": False},
         {"type": "array", "contains": {}, "unevaluatedItems": False},
+        {"type": "array", "unevaluatedItems": [{"format": "byte"}]},  # malformed
         {"not": TEXT},
         {"not": {}},  # nothing is left of it: it is refused as it was
         {"if": TEXT, "then": {"minLength": 1}},
