@@ -1,41 +1,77 @@
 """Checks JSON while it is being generated: `JsonValue` takes a text in parts and knows where it stops being JSON.
 
-The grammar is RFC 8259's, with bounds on depth and on the length of a number.  Of a value that was cut off, `closed`
-makes a whole one.  Independent of tool calls.
+The grammar is RFC 8259's, with a bound on depth.  Models also write line breaks and tabs inside strings as they are: on
+demand they are taken, and `take_output` has them escaped.  Of a value that was cut off, `closed` makes a whole one.
+Memory is bounded whatever the text.  Independent of tool calls.
 """
 
 from __future__ import annotations
 
+import json
 import re
 
-MAX_DEPTH = 64  # arrays and objects within each other
-MAX_NUMBER = 64  # characters
+from pipeline.api.json_body import MAX_DEPTH
 
 _SPACE = " \t\n\r"
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # characters of a string that stand for themselves
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_NUMBER_BEGINNING = re.compile(r"-|-?(?:0|[1-9][0-9]*)(?:\.[0-9]*|(?:\.[0-9]+)?[eE][+-]?[0-9]*)?")
 _LITERALS = {"t": "true", "f": "false", "n": "null"}
 _HEX = frozenset("0123456789abcdefABCDEF")
 
 # What may come next.
-_VALUE, _VALUE_OR_CLOSE, _KEY, _KEY_OR_CLOSE, _COLON, _COMMA_OR_CLOSE, _STRING, _ESCAPE, _WORD, _END = range(10)
+_VALUE, _VALUE_OR_CLOSE, _KEY, _KEY_OR_CLOSE, _COLON, _COMMA_OR_CLOSE, _STRING, _ESCAPE = range(8)
+_WORD, _NUMBER, _END = range(8, 11)
+
+# The part of a number that its last character belongs to.
+_MINUS, _ZERO, _WHOLE, _POINT, _FRACTION, _E, _E_SIGN, _EXPONENT = range(8)
+_DIGIT = {_MINUS: _WHOLE, _WHOLE: _WHOLE, _POINT: _FRACTION, _FRACTION: _FRACTION} | dict.fromkeys(
+    (_E, _E_SIGN, _EXPONENT), _EXPONENT
+)  # the part after one more digit
+_NUMBER_ENDS = frozenset((_ZERO, _WHOLE, _FRACTION, _EXPONENT))  # the parts that a number may end with
+
+
+def _next_part(part: int, c: str) -> int | None:
+    """The part of a number that `c` belongs to after `part`; None: it does not continue the number."""
+    if c in "0123456789":
+        return _ZERO if part == _MINUS and c == "0" else _DIGIT.get(part)
+    if c == "." and part in (_ZERO, _WHOLE):
+        return _POINT
+    if c in "eE" and part in (_ZERO, _WHOLE, _FRACTION):
+        return _E
+    return _E_SIGN if c in "+-" and part == _E else None
 
 
 class JsonValue:
     """One JSON value, from its first character to its last one."""
 
-    __slots__ = ("_cut", "_hex", "_is_key", "_length", "_stack", "_state", "_word", "is_bad")
+    __slots__ = (
+        "_cut",
+        "_escapes_controls",
+        "_hex",
+        "_is_key",
+        "_length",
+        "_output",
+        "_part",
+        "_stack",
+        "_state",
+        "_word",
+        "_written",
+        "is_bad",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, *, escapes_controls: bool = False) -> None:
+        """escapes_controls: control characters in strings are taken; `take_output` returns what is JSON instead."""
         self.is_bad = False  # the next character does not continue the value
         self._state = _VALUE
         self._stack: list[str] = []  # the characters that close the open arrays and objects
         self._is_key = False  # the string that is being read is a name
-        self._word = ""  # a number or literal so far
+        self._word = ""  # a literal so far
+        self._part = _MINUS  # of a number
         self._hex = 0  # digits that a \u escape still needs
-        self._length = 0  # characters taken
+        self._length = 0  # characters taken, as they are in the output
         self._cut = (0, "")  # the value can be cut at this length and closed by these characters
+        self._escapes_controls = escapes_controls
+        self._output: list[str] = []  # with `escapes_controls`: the text so far, as JSON
+        self._written = 0  # the position in the current part up to which the output has it
 
     @property
     def is_complete(self) -> bool:
@@ -44,21 +80,28 @@ class JsonValue:
 
     def feed(self, text: str, at: int, end: int) -> int:
         """Take the characters `text[at:end]`. Returns the position after the last one that belongs to the value."""
-        begin = at
+        begin = self._written = at
         while at < end and self._state != _END and not self.is_bad:
             if self._state == _STRING:
                 at = self._string(text, at, end, begin)
             elif self._state == _WORD:
-                if not self._continue_word(text[at], at - begin):
-                    continue  # the character belongs to what follows the word
-                at += 1
+                at += self._continue_word(text[at], at + 1 - begin)
+            elif self._state == _NUMBER:
+                at += self._continue_number(text[at], at - begin)
             elif self._take(text[at], at + 1 - begin):
                 at += 1
         self._length += at - begin
+        if self._escapes_controls:
+            self._output.append(text[self._written : at])
         return at
 
+    def take_output(self) -> str:
+        """Return what was taken since the last time, as JSON. Only with `escapes_controls`."""
+        output, self._output = "".join(self._output), []
+        return output
+
     def closed(self, text: str) -> str:
-        """Return `text`, all that was taken, as a whole value: cut after its last whole member, and closed."""
+        """Return `text`, all of the output, as a whole value: cut after its last whole member, and closed."""
         if self.is_complete:
             return text
         length, closing = self._cut
@@ -99,10 +142,14 @@ class JsonValue:
             self._state = _KEY_OR_CLOSE if c == "{" else _VALUE_OR_CLOSE
             self._cut = (self._length + taken, "".join(reversed(self._stack)))
             return True
-        if c in _LITERALS or c == "-" or c in "0123456789":
+        if c in _LITERALS:
             self._word, self._state = c, _WORD
             return True
-        return False
+        part = _MINUS if c == "-" else _next_part(_MINUS, c)
+        if part is None:
+            return False
+        self._part, self._state = part, _NUMBER
+        return True
 
     def _ended(self, taken: int) -> None:
         """A value has ended, `taken` characters after the beginning of this part."""
@@ -111,22 +158,25 @@ class JsonValue:
 
     def _continue_word(self, c: str, taken: int) -> bool:
         word = self._word + c
-        literal = _LITERALS.get(word[0])
-        if literal is not None:
-            if not literal.startswith(word):
-                self.is_bad = True
-                return False
-            self._word = word
-            if word == literal:
-                self._ended(taken + 1)
-            return True
-        if len(word) <= MAX_NUMBER and _NUMBER_BEGINNING.fullmatch(word):
-            self._word = word
-            return True
-        if c not in " \t\n\r,]}" or not _NUMBER.fullmatch(self._word):
+        literal = _LITERALS[word[0]]
+        if not literal.startswith(word):
             self.is_bad = True
             return False
-        self._ended(taken)
+        self._word = word
+        if word == literal:
+            self._ended(taken)
+        return True
+
+    def _continue_number(self, c: str, taken: int) -> bool:
+        """Take a character of the number, or end the number: then the character belongs to what follows it."""
+        part = _next_part(self._part, c)
+        if part is not None:
+            self._part = part
+            return True
+        if c in " \t\n\r,]}" and self._part in _NUMBER_ENDS:
+            self._ended(taken)
+        else:
+            self.is_bad = True
         return False
 
     def _string(self, text: str, at: int, end: int, begin: int) -> int:
@@ -143,6 +193,11 @@ class JsonValue:
                 self._ended(at + 1 - begin)
         elif c == "\\":
             self._state = _ESCAPE
+        elif self._escapes_controls:
+            escape = json.dumps(c)[1:-1]
+            self._output.append(text[self._written : at] + escape)
+            self._written = at + 1
+            self._length += len(escape) - 1
         else:
             self.is_bad = True
             return at

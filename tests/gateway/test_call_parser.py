@@ -69,6 +69,20 @@ CALLS: list[tuple[str, str, list[Item]]] = [
     ("generic", f"<tool_call>{WEATHER}</tool_call>", PARIS),
     ("generic", f"[TOOL_CALLS][{WEATHER}]", PARIS),
     ("generic", WEATHER, PARIS),
+    *(
+        (form, f"{begin}{call_text}{end}", call("weather", '{"city": "a\\nb\\t\\u0001"}'))
+        for call_text in ('{"name": "weather", "arguments": {"city": "a\nb\t\x01"}}',)
+        for form, begin, end in (("hermes", "<tool_call>", "</tool_call>"), ("mistral", "[TOOL_CALLS][", "]"))
+    ),
+    ("mistral", '[TOOL_CALLS]weather{"city": "a\nb"}', call("weather", '{"city": "a\\nb"}')),
+    ("hermes", '<tool_call>{"id": "a\nb", "name": "sum", "arguments": {}, "x": "\n"}</tool_call>', SUM),
+    *(
+        ("hermes", f'<tool_call>{{"name": "sum", "arguments": {arguments}}}</tool_call>', call("sum", arguments))
+        for arguments in (
+            f'{{"x": -{"1" * 80}.{"2" * 80}e+{"3" * 80}}}',
+            f'{{"x": {"[" * 99}{"]" * 99}}}',
+        )
+    ),
 ]
 
 
@@ -134,6 +148,21 @@ def test_arguments_that_stop_being_json_end_the_call() -> None:
     ]
 
 
+@pytest.mark.parametrize("cuts", [(), tuple(range(1, 200))])
+def test_a_broken_call_does_not_end_an_answer_of_a_single_call(cuts: tuple[int, ...]) -> None:
+    """What follows is text to the end: the call is not complete, and there is no second one."""
+    text = f'<tool_call>{{"name": "weather", "arguments": {{"city": Paris}}}}</tool_call><tool_call>{WEATHER}'
+    parser = CallParser(FORMATS["hermes"], NAMES, is_single=True)
+    parser.feed(text)
+    assert not parser.is_over
+    assert parse(text, cuts=cuts, is_single=True) == [
+        CallBegin("weather"),
+        Arguments('{"city": '),
+        CallEnd(False, "{}"),
+        Text(f"Paris}}}}</tool_call><tool_call>{WEATHER}"),
+    ]
+
+
 def test_a_call_that_is_cut_off_has_what_there_is_of_its_arguments() -> None:
     items = parse('<tool_call>{"name": "weather", "arguments": {"a": {"b": [1, 2, "x')
     assert items == [CallBegin("weather"), Arguments('{"a": {"b": [1, 2, "x'), CallEnd(False, '{"a": {"b": [1, 2]}}')]
@@ -190,6 +219,8 @@ FRAGMENTS = [
         "}",
         '"',
         "\\",
+        '{"name": "weather", "arguments": {"city": "a\n\x01',
+        '{"name": "weather", "arguments": {"a\nb": ["\t", 1',
         "1.5e3",
         "-",
     ),
@@ -292,8 +323,28 @@ def test_a_value_that_is_cut_off_can_be_closed(value: Any, data: st.DataObject) 
     assert isinstance(json.loads(prefix.closed(cut)), dict)
 
 
-def test_depth_and_numbers_are_bounded() -> None:
+def test_depth_is_bounded_and_numbers_are_not() -> None:
     assert take("[" * MAX_DEPTH + "]" * MAX_DEPTH).is_complete
     assert take("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1)).is_bad
-    assert take("[" + "1" * 64 + "]").is_complete
-    assert take("[" + "1" * 65 + "]").is_bad
+    assert take("[" + "1" * 100_000 + "]").is_complete
+
+
+@given(st.text(alphabet='a"\\\n\t\r\x00\x1f{ä', max_size=12), st.lists(st.integers(1, 12), max_size=4))
+def test_control_characters_in_strings_are_escaped_on_demand(text: str, cuts: list[int]) -> None:
+    """Strings that Python's lenient reader takes: the output is strict JSON of the same value, and so is its end."""
+    whole = f'{{"{text}": ["{text}",\n1'
+    value, output = JsonValue(escapes_controls=True), ""
+    ends = [*sorted({cut for cut in cuts if cut < len(whole)}), len(whole)]
+    for begin, end in zip([0, *ends], ends):
+        at = value.feed(whole, begin, end)
+        output += value.take_output()
+        if at < end:
+            break
+    closed = json.loads(value.closed(output))
+    try:
+        expected = json.loads(whole + "]}", strict=False)
+    except ValueError:
+        return
+    assert not value.is_bad
+    assert json.loads(output + "]}") == expected
+    assert closed == {key: value[:1] for key, value in expected.items()}

@@ -103,13 +103,13 @@ class CallObject:
         return True
 
     def _begin(self, *, is_key: bool) -> None:
-        self._value, self._is_key, self._lexeme = JsonValue(), is_key, ""
+        self._value, self._is_key, self._lexeme = JsonValue(escapes_controls=True), is_key, ""
         if not is_key and self._key in ("arguments", "parameters"):
             self.arguments = self._value
 
     def _continue_value(self, value: JsonValue, text: str, at: int, end: int) -> int:
-        begin, at = at, value.feed(text, at, end)
-        part = text[begin:at]
+        at = value.feed(text, at, end)
+        part = value.take_output()
         if value is self.arguments:
             self.fragment += part
         elif not self.is_certain or self._is_key:

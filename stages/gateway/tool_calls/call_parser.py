@@ -6,9 +6,10 @@ calls.
 
 A call comes out when it is certain (`call_object.py`), and its arguments as they are generated.  Until then its text is
 held back, at most some `MAX_HEAD` characters; if it turns out not to be a call of one of the request's tools, it comes
-out as text.  Where arguments stop being JSON the call ends, and the rest is text.  White space beside a call is left
+out as text.  Control characters in strings, such as line breaks, come out escaped.  Where arguments stop being JSON the
+call ends, and the rest is text.  White space beside a call is left
 out, before it up to `MAX_SPACE` characters; a text without calls is unchanged.  With `is_single` the answer ends with
-its first call.
+its first call if that is whole; after a broken one there are no other calls.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ class CallParser:
             return at
         if brace < 0:
             return at
-        self._begin_call(name, JsonValue())
+        self._begin_call(name, JsonValue(escapes_controls=True))
         self._go(self._plain_arguments)
         return brace
 
@@ -245,7 +246,7 @@ class CallParser:
         value = self._arguments
         assert value is not None
         end = value.feed(text, at, len(text))
-        self._add_arguments(text[at:end])
+        self._add_arguments(value.take_output())
         if value.is_complete or value.is_bad:
             self._end_call_at(value.is_bad)
         return end
@@ -276,9 +277,17 @@ class CallParser:
         if self._arguments is not None:
             self._end_call()
         self._is_fresh = not is_broken
-        self._go(self._leave_out if self._is_single else self._text if is_broken else self._after_call)
+        if self._is_single:  # an answer whose call is broken goes on: it is no complete one
+            self._go(self._rest if is_broken else self._leave_out)
+        else:
+            self._go(self._text if is_broken else self._after_call)
 
     def _leave_out(self, text: str, at: int) -> int:
+        return len(text)
+
+    def _rest(self, text: str, at: int) -> int:
+        """Text that has no more calls."""
+        self._add_text(text[at:])
         return len(text)
 
     def _after_call(self, text: str, at: int) -> int:
