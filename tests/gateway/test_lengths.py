@@ -72,3 +72,6 @@ def test_longest_prompt_is_the_enforced_bound(bounds: Bounds) -> None:
     at_least = too_long(longest + 7, bounds, "messages", is_exact=False)
     assert at_least.message.startswith(f"messages has at least {longest + 7} tokens; at most {longest} are allowed")
     assert (at_least.code, at_least.param) == ("CONTEXT_LENGTH_EXCEEDED", "messages")
+    anthropic = too_long(longest + 7, bounds, "messages", is_exact=False, is_anthropic=True)
+    assert anthropic.message.startswith(f"prompt is too long: {longest + 7} tokens > {longest} maximum (")
+    assert f"messages has at least {longest + 7} tokens" in anthropic.message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from itertools import pairwise
@@ -12,7 +13,7 @@ import pytest
 
 from pipeline.api.requests.messages import read_count, text_characters
 from tests.gateway.http_client import Answer
-from tests.gateway.peers import MODEL
+from tests.gateway.peers import CONTEXT, MODEL
 from tests.gateway.server import LONG_MINUTE, Server
 
 TOOL = {
@@ -341,6 +342,19 @@ def test_refused(server: Server, change: dict[str, Any], expected: str) -> None:
     answer = server.post(PATH, {**message("x"), **change})
     assert answer.status == 400
     assert expected in error(answer, "invalid_request_error")
+
+
+def test_a_prompt_that_is_too_long_has_the_error_by_which_clients_recognize_it(server: Server) -> None:
+    """Claude Code and others look for these words, and read the numbers, to shorten their history."""
+    pattern = r"^prompt is too long: (\d+) tokens > (\d+) maximum \("
+    long = [{"role": "user", "content": "x" * 5000}]
+    text = error(server.post(PATH, message("x", messages=long)), "invalid_request_error")
+    found = re.match(pattern, text)
+    assert found is not None, text
+    assert int(found[1]) > int(found[2]) == CONTEXT - 1
+    huge = [{"role": "user", "content": "x" * 1_100_000}]
+    counted = server.post(f"{PATH}/count_tokens", {"model": MODEL, "messages": huge})
+    assert re.match(pattern, error(counted, "invalid_request_error"))
 
 
 def test_errors_have_the_form_of_the_api(server: Server) -> None:

@@ -118,6 +118,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
         return kept.union(self.reasoning.marks) if self.reasoning else kept
 
     @property
+    def is_anthropic(self) -> bool:
+        """Whether the client uses Anthropic's API."""
+        return self.endpoint in ("messages", "count_tokens")
+
+    @property
     def is_in_background(self) -> bool:
         """Whether no client waits for the answer."""
         fields = self.response

@@ -30,18 +30,22 @@ def _context(bounds: Bounds) -> str:
     return f"this model's maximum context length is {bounds.context} tokens"
 
 
-def too_long(n_prompt: int, bounds: Bounds, prompt_field: str, is_exact: bool = True) -> InvalidRequest:
-    """Return the error for a prompt longer than `longest_prompt`: of `n_prompt` tokens, or more unless `is_exact`."""
+def too_long(
+    n_prompt: int, bounds: Bounds, prompt_field: str, is_exact: bool = True, *, is_anthropic: bool = False
+) -> InvalidRequest:
+    """Return the error for a prompt longer than `longest_prompt`: of `n_prompt` tokens, or more unless `is_exact`.
+
+    is_anthropic: it begins as that of Anthropic's API, by which clients recognize it and then shorten their history.
+    """
     longest = longest_prompt(bounds)
     reason = "scheduler.max_prompt_tokens"
     if longest == bounds.context - 1:
         reason = f"{_context(bounds)}, at least one of them generated"
-    count = n_prompt if is_exact else f"at least {n_prompt}"
-    return InvalidRequest(
-        f"{prompt_field} has {count} tokens; at most {longest} are allowed ({reason}): shorten it",
-        prompt_field,
-        code=CONTEXT_EXCEEDED,
-    )
+    count = f"{prompt_field} has {'' if is_exact else 'at least '}{n_prompt} tokens"
+    message = f"{count}; at most {longest} are allowed ({reason}): shorten it"
+    if is_anthropic:
+        message = f"prompt is too long: {n_prompt} tokens > {longest} maximum ({reason}); {count}: shorten it"
+    return InvalidRequest(message, prompt_field, code=CONTEXT_EXCEEDED)
 
 
 def output_budget(

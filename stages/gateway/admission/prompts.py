@@ -38,7 +38,8 @@ async def tokenize_prompts(
 
     def checked(encoded: m.Encoded, index: int = 0) -> tuple[int, ...]:
         if encoded.too_many:
-            raise too_long(n_held + encoded.too_many, bounds, prompt_field(generation, index), encoded.is_exact)
+            count, field = n_held + encoded.too_many, prompt_field(generation, index)
+            raise too_long(count, bounds, field, encoded.is_exact, is_anthropic=generation.is_anthropic)
         return encoded.tokens
 
     if generation.messages is not None:
