@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from pipeline.api.requests.messages import read_count, text_characters
+from pipeline.errors import InvalidRequest
 from tests.gateway.http_client import Answer
 from tests.gateway.peers import CONTEXT, MODEL
 from tests.gateway.server import LONG_MINUTE, Server
@@ -251,6 +252,27 @@ def test_the_prompt(server: Server) -> None:
     assert "<tool_response>\nError: no city\n</tool_response>" in prompt(server)
     counted = {name: body[name] for name in ("model", "system", "tools", "messages")}
     assert server.post(f"{PATH}/count_tokens", counted).json == {"input_tokens": len(prompt(server).encode())}
+
+
+def test_messages_of_one_role_after_each_other_become_one() -> None:
+    """Also those with calls: some clients store each block of an answer as a message."""
+    uses = [{"type": "tool_use", "id": name, "name": "weather", "input": {"city": name}} for name in ("a", "b")]
+    answers = [[{"type": "text", "text": "I look."}], [uses[0]], [{"type": "text", "text": " Here."}, uses[1]]]
+    results = [[{"type": "tool_result", "tool_use_id": name, "content": "sunny"}] for name in ("b", "a")]
+    messages = [
+        {"role": "user", "content": "x"},
+        *({"role": "assistant", "content": content} for content in answers),
+        *({"role": "user", "content": content} for content in results),
+        {"role": "user", "content": "y"},
+        {"role": "user", "content": "z"},
+    ]
+    read = read_count({"model": MODEL, "messages": messages}).messages
+    assert read is not None
+    assert [message["role"] for message in read] == ["user", "assistant", "tool", "tool", "user"]
+    assert (read[1]["content"], read[4]["content"]) == ("I look. Here.", "y\nz")
+    assert [call["id"] for call in read[1]["tool_calls"]] == ["a", "b"]
+    with pytest.raises(InvalidRequest, match='two tool calls with the id "a"'):
+        read_count({"model": MODEL, "messages": [messages[0], *messages[2:3] * 2, *messages[4:]]})
 
 
 def test_thinking_and_the_input_of_calls_are_charged_when_tokens_are_counted() -> None:

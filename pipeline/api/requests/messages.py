@@ -211,8 +211,6 @@ def _result(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def _continues(before: dict[str, Any], message: dict[str, Any]) -> bool:
-    if "tool_calls" in before:
-        return False  # its results come next
     return bool(before["role"] == message["role"] and message["role"] != "tool")
 
 
@@ -221,6 +219,8 @@ def _joined(before: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
     joined = {**before, **message, "content": f"{before['content']}{separator}{message['content']}"}
     if reasoning := before.get("reasoning_content", "") + message.get("reasoning_content", ""):
         joined["reasoning_content"] = reasoning
+    if calls := [*before.get("tool_calls", ()), *message.get("tool_calls", ())]:
+        joined["tool_calls"] = calls
     return joined
 
 
