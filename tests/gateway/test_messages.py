@@ -254,6 +254,23 @@ def test_the_prompt(server: Server) -> None:
     assert server.post(f"{PATH}/count_tokens", counted).json == {"input_tokens": len(prompt(server).encode())}
 
 
+def test_a_long_number_in_the_input_of_a_call_does_not_end_the_conversation(server: Server) -> None:
+    """A model wrote it, and the client sends it back."""
+    use = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Ä", "n": [10**30, 1.5]}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]},
+    ]
+    for path, body in ((PATH, message("x", messages=messages)), (f"{PATH}/count_tokens", None)):
+        answer = server.post(path, body or {"model": MODEL, "messages": messages})
+        assert answer.status == 200, answer.body
+    assert f'"arguments": {{"city": "Ä", "n": [{10**30}, 1.5]}}' in prompt(server)
+    wrong = {**use, "input": [10**30]}
+    answer = server.post(PATH, message("x", messages=[messages[0], {"role": "assistant", "content": [wrong]}]))
+    assert "an object" in error(answer, "invalid_request_error")
+
+
 def test_messages_of_one_role_after_each_other_become_one() -> None:
     """Also those with calls: some clients store each block of an answer as a message."""
     uses = [{"type": "tool_use", "id": name, "name": "weather", "input": {"city": name}} for name in ("a", "b")]

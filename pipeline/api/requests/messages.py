@@ -6,6 +6,7 @@ Consecutive messages of one role become one, and a last message of the assistant
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -71,9 +72,17 @@ def read_cache_control(value: Any, name: str) -> None:
 
 
 @described(schema_of(json_object))
-def read_input(value: Any, name: str) -> dict[str, Any]:
-    """Read the input of a `tool_use` block."""
-    return json_object(value, name)
+def read_input(value: Any, name: str) -> dict[str, Any] | str:
+    """Read the input of a `tool_use` block: an object, or the text of one with numbers of more than 64 bits.
+
+    A model may have written such a number, and the client sends the input back.
+    """
+    try:
+        return json_object(value, name)
+    except InvalidRequest:
+        if not isinstance(value, dict):
+            raise
+        return json.dumps(value, ensure_ascii=False)
 
 
 @described(any_of({"type": "string"}, array_of({"type": "object", "required": ["type", "text"]})))
