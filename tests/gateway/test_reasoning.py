@@ -352,6 +352,12 @@ def test_blocks_of_messages(thinker: Server) -> None:
         path = f"/v1/requests/{event.id.partition(':')[0]}"
         rest = test_messages.read_events(thinker, path, None, {"Last-Event-ID": event.id})
         assert joined(events[:received] + rest) == joined(events)
+    adaptive = {**chat(f"{THOUGHT}Hi"), "max_tokens": 2000, "thinking": {"type": "adaptive"}}
+    for asked in (body, adaptive):
+        for display, kinds in (("summarized", ["thinking", "text"]), ("omitted", ["text"]), ("full", [])):
+            shown = thinker.post(MESSAGES, {**asked, "thinking": {**asked["thinking"], "display": display}})
+            assert shown.status == (200 if kinds else 400)
+            assert [block["type"] for block in shown.json.get("content", [])] == kinds
     off = {**body, "thinking": {"type": "disabled"}, "messages": chat("Hi")["messages"]}
     assert thinker.post(MESSAGES, off).json["content"] == [{"type": "text", "text": "Hi"}]
     assert prompt(thinker).endswith("</think>\n\n")

@@ -94,13 +94,17 @@ def thinking_of(values: dict[str, Any]) -> Thinking | msgspec.UnsetType:
 
 
 _BUDGET = integer(MIN_BUDGET, MAX_OUTPUT_TOKENS)
-_THINKING: dict[str, Reader] = {"type": one_of("enabled", "disabled", "adaptive"), "budget_tokens": _BUDGET}
-_UNSUPPORTED_IN_THINKING = {"display": Unsupported("summarized", hint="reasoning is shown as the model writes it")}
+_DISPLAY = one_of("summarized", "omitted")  # the first: as the model writes it
+_THINKING: dict[str, Reader] = {
+    "type": one_of("enabled", "disabled", "adaptive"),
+    "budget_tokens": _BUDGET,
+    "display": _DISPLAY,
+}
 
 
 def _thinking_schema(kind: str, *required: str) -> Schema:
     fields: dict[str, Reader] = {"type": one_of(kind), **({"budget_tokens": _BUDGET} if required else {})}
-    return object_schema(fields, required=("type", *required), unsupported=_UNSUPPORTED_IN_THINKING)
+    return object_schema({**fields, "display": _DISPLAY}, required=("type", *required))
 
 
 @described(any_of(_thinking_schema("enabled", "budget_tokens"), *map(_thinking_schema, ("disabled", "adaptive"))))
@@ -109,8 +113,8 @@ def read_thinking(value: Any, name: str) -> Thinking:
     if not isinstance(value, dict):
         raise invalid_value(name, value, 'an object like {"type": "enabled", "budget_tokens": 4096}')
     required = ("type", "budget_tokens") if value.get("type") == "enabled" else ("type",)
-    fields = read_fields(value, _THINKING, required=required, unsupported=_UNSUPPORTED_IN_THINKING, within=name)
-    kind = fields["type"]
+    fields = read_fields(value, _THINKING, required=required, within=name)
+    kind, is_shown = fields["type"], fields.get("display") != "omitted"
     if "budget_tokens" in fields and kind != "enabled":
         raise InvalidRequest(
             f'{name}.budget_tokens is given and {name}.type is {kind}, not "enabled"; leave it out',
@@ -119,8 +123,9 @@ def read_thinking(value: Any, name: str) -> Thinking:
     if kind == "disabled":
         return Thinking(effort="none", field=f"{name}.type")
     if kind == "adaptive":
-        return Thinking()  # as the chat template does by default
-    return Thinking(effort="medium", field=f"{name}.type", needs_switch=False, budget=fields["budget_tokens"])
+        return Thinking(is_shown=is_shown)  # as the chat template does by default
+    budget = fields["budget_tokens"]
+    return Thinking(effort="medium", field=f"{name}.type", needs_switch=False, is_shown=is_shown, budget=budget)
 
 
 def check_budget(value: Any, max_tokens: int) -> None:
