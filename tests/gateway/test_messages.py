@@ -30,6 +30,7 @@ PATH = "/v1/messages"
 CLEAR = "clear_thinking_20251015"
 NO_TURNS = {"type": "thinking_turns", "value": 0}
 FORMAT = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+FORMAT_ALONE = {"output_config": {"format": FORMAT}}
 
 
 def message(say: str, **more: Any) -> dict[str, Any]:
@@ -481,6 +482,19 @@ def test_the_official_client(server: Server) -> None:
         with pytest.raises(anthropic.NotFoundError, match="nothing"):
             client.messages.create(messages=messages, model="nothing", max_tokens=1)
     assert seen == ["Paris"]
+
+
+def test_a_schema_is_refused_for_an_answer_that_the_request_begins(server: Server) -> None:
+    """The schema describes the new text alone: behind `{` it is no JSON."""
+    messages = [{"role": "user", "content": 'please say {"a": 1}'}, {"role": "assistant", "content": '{"a":'}]
+    for fields in ({"output_config": {"format": FORMAT}}, {"output_format": FORMAT}, {"tools": [], **FORMAT_ALONE}):
+        refused = server.post(PATH, message("x", **fields, messages=messages))
+        assert refused.status == 400
+        name = "output_format" if "output_format" in fields else "output_config.format"
+        assert error(refused, "invalid_request_error").startswith(f"{name}.schema constrains the answer")
+        assert server.post(PATH, message("x", **fields, messages=messages[:1])).status == 200
+    any_tool = {"tool_choice": {"type": "any"}, **FORMAT_ALONE}  # the schema has no effect
+    assert server.post(PATH, message("x", **any_tool, messages=messages)).status == 200
 
 
 @pytest.mark.parametrize(

@@ -330,6 +330,17 @@ def test_a_continued_message_may_be_reasoning(thinker: Server) -> None:
         assert (message["reasoning"], message["content"]) == expected
 
 
+def test_a_schema_is_refused_behind_an_answer_and_not_behind_reasoning(thinker: Server) -> None:
+    for prefill, status in (("<think>so", 200), ("<think>so</think>\n", 200), ("<think>so</think>{", 400), ("{", 400)):
+        messages = [*chat("{}")["messages"], {"role": "assistant", "content": prefill}]
+        body = {**chat("{}"), "messages": messages, "add_generation_prompt": False, "continue_final_message": True}
+        answer = thinker.post(CHAT, {**body, "response_format": {"type": "json_object"}})
+        assert answer.status == status
+        if status == 400:
+            assert answer.error["param"] == "response_format"
+        assert thinker.post(CHAT, {**body, "regex": "x+"}).status == 200
+
+
 def test_blocks_of_messages(thinker: Server) -> None:
     body = {**chat(f"{THOUGHT}Hi"), "max_tokens": 2000, "thinking": enabled(1024)}
     body["messages"][0]["content"] = "please say A ä\\nB</think>\\n\\nHi"

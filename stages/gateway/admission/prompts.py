@@ -45,6 +45,7 @@ async def tokenize_prompts(
     if generation.messages is not None:
         if not described.chat:
             raise InvalidRequest(f"model {version.name!r} has no chat template; use /v1/completions", "model")
+        _check_prefill(generation, described)
         date = generation.template_date or ""
         messages, arguments = chat_of(generation, described)
         field = generation.prompt_field
@@ -108,6 +109,25 @@ def chat_of(generation: GenerationRequest, described: m.Described) -> tuple[list
         messages = as_text(messages, arguments.tools or [])
         arguments = msgspec.structs.replace(arguments, tools=None)
     return messages, arguments
+
+
+def _check_prefill(generation: GenerationRequest, described: m.Described) -> None:
+    """Raises `InvalidRequest` for JSON that the last message begins: the schema is that of the new text alone."""
+    constraint, arguments = generation.constraint, generation.template
+    if not constraint or constraint.kind != "json_schema" or not (arguments and arguments.continue_final_message):
+        return
+    last = (generation.messages or [{}])[-1]
+    if last.get("role") != "assistant" or (generation.tools and generation.tools.forced):
+        return
+    text = str(last.get("content", ""))
+    if described.reasoning and described.reasoning[0] in text:  # reasoning may be continued: JSON follows it
+        text = text.partition(described.reasoning[1])[2]
+    if text.strip():
+        raise InvalidRequest(
+            f"{constraint.field} constrains the answer, and the last message of the assistant has begun it: message "
+            f"and answer together would not be JSON. Leave {constraint.field} or that message out",
+            constraint.field,
+        )
 
 
 def check_ids(generation: GenerationRequest, prompts: list[tuple[int, ...]], vocab_size: int) -> None:
