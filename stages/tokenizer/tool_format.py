@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from jinja2 import nodes
 
-HERMES, LLAMA3, MISTRAL, GENERIC = "hermes", "llama3", "mistral", "generic"
+HERMES, LLAMA3, GRANITE, MISTRAL, GENERIC = "hermes", "llama3", "granite", "mistral", "generic"
 
 
 def tool_format(tree: nodes.Template, source: str) -> str:
@@ -17,6 +17,8 @@ def tool_format(tree: nodes.Template, source: str) -> str:
         return ""
     if "[TOOL_CALLS]" in source:
         return MISTRAL
+    if "<|tool_call|>" in source:
+        return GRANITE
     if "<tool_call>" in source:
         return HERMES
     if "<|python_tag|>" in source or ('"parameters"' in source and "ipython" in source):

@@ -70,6 +70,22 @@ CALLS: list[tuple[str, str, list[Item]]] = [
     ("generic", f"[TOOL_CALLS][{WEATHER}]", PARIS),
     ("generic", WEATHER, PARIS),
     *(
+        (
+            form,
+            f"{begin}{{calls}}{end}".format(calls=f'[{WEATHER}, {{"name": "sum", "arguments": {{}}}}]'),
+            [*PARIS, *SUM],
+        )
+        for form, begin, end in (
+            ("granite", "", ""),
+            ("granite", "\n <|tool_call|>", "\n"),
+            ("granite", "<tool_call>", "</tool_call>"),
+            ("generic", "<|tool_call|>", "<|/tool_call|>"),
+            ("generic", "", ""),
+            ("llama3", " ", " "),
+        )
+    ),
+    ("granite", f"I look.\n<|tool_call|>[{WEATHER}]<|/tool_call|> Done.", [Text("I look."), *PARIS, Text("Done.")]),
+    *(
         (form, f"{begin}{call_text}{end}", call("weather", '{"city": "a\\nb\\t\\u0001"}'))
         for call_text in ('{"name": "weather", "arguments": {"city": "a\nb\t\x01"}}',)
         for form, begin, end in (("hermes", "<tool_call>", "</tool_call>"), ("mistral", "[TOOL_CALLS][", "]"))
@@ -113,6 +129,12 @@ NO_CALLS = [
     ("mistral", "[TOOL_CALLS]weather and more"),
     ("mistral", "[TOOL_CALLS]weather[ARGS]!"),
     ("generic", '{"city": "Paris"}'),
+    ("generic", '[1, {"name": "weather"}]'),
+    ("granite", "[link](https://example.org) and more"),
+    ("granite", f"Like this: [{WEATHER}]"),
+    ("granite", '[ {"city": "Paris"}]'),
+    ("granite", "[]"),
+    ("hermes", f"[{WEATHER}]"),
 ]
 
 
@@ -181,6 +203,7 @@ def test_a_single_call_ends_the_answer(form: str, text: str, expected: list[Item
         ("hermes", '<tool_call>{"arguments": {"x": "', "a"),
         ("hermes", "<tool_call>", " "),
         ("hermes", "", "\n"),
+        ("generic", "[", " "),
         ("hermes", "", "<tool_call>"),
         ("hermes", "", '<tool_call>{"name": "weather",'),
         ("generic", "{", " "),
@@ -200,7 +223,22 @@ def test_what_is_held_back_is_bounded(form: str, begin: str, filler: str) -> Non
 
 
 FRAGMENTS = [
-    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]a1", "[", "]", ",", ";"),
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<|python_tag|>",
+        "<|tool_call|>",
+        "<|/tool_call|>",
+        f"[{WEATHER}",
+        '[ {"name": "sum"',
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[CALL_ID]a1",
+        "[",
+        "]",
+        ",",
+        ";",
+    ),
     *(
         '{"name": "weather"',
         '"arguments": {"a": 1}',

@@ -319,6 +319,10 @@ def test_marks_are_removed_from_pieces_as_from_the_whole(texts: list[str]) -> No
         (MISTRAL, "generic"),
         (CHATML_TOOLS, "generic"),
         ("{% if tools %}{{ '<tool_call>' }}{% endif %}", "hermes"),
+        (
+            "{% if tools %}{{ 'Respond with <|tool_call|> followed by a JSON list of tools used.' }}{% endif %}",
+            "granite",
+        ),
         ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}<|python_tag|>", "llama3"),
         ("{% for tool in tools %}[AVAILABLE_TOOLS]{% endfor %}[TOOL_CALLS]", "mistral"),
         ("{{ '<tool_call>' }}", ""),

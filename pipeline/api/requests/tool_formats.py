@@ -2,8 +2,10 @@
 
 hermes    <tool_call>{"name": ..., "arguments": {...}}</tool_call>         Hermes, Qwen
 llama3    {"name": ..., "parameters": {...}}, alone or after <|python_tag|>, several divided by `;`
+granite   [{"name": ..., "arguments": {...}}, ...], alone or after <|tool_call|> or <tool_call>       Granite 3
 mistral   [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]NAME[ARGS]{...}
-generic   any of them: for templates of another kind, and for those that have no place for tools
+generic   any of them: for templates of another kind, and for those that have no place for tools, as that of Phi-4 mini,
+          which writes <|tool_call|>[{"name": ..., "arguments": {...}}, ...]<|/tool_call|>
 """
 
 from __future__ import annotations
@@ -11,22 +13,25 @@ from __future__ import annotations
 from typing import NamedTuple
 
 TOOL_CALL, PYTHON_TAG, TOOL_CALLS = "<tool_call>", "<|python_tag|>", "[TOOL_CALLS]"
+BAR_CALL = "<|tool_call|>"
 CALL_ID, ARGS = "[CALL_ID]", "[ARGS]"
-CLOSERS = {TOOL_CALL: "</tool_call>", PYTHON_TAG: "", TOOL_CALLS: ""}
+CLOSERS = {TOOL_CALL: "</tool_call>", BAR_CALL: "<|/tool_call|>", PYTHON_TAG: "", TOOL_CALLS: ""}
 
 
 class CallFormat(NamedTuple):
     """What may begin a call in a model's text."""
 
     openers: tuple[str, ...]
-    is_bare: bool = False  # a call may also be a JSON object at the beginning of the text, or after another call
+    # Calls may also be JSON objects at the beginning of the text or after another call, or an array of them there.
+    is_bare: bool = False
 
 
 FORMATS = {
     "hermes": CallFormat((TOOL_CALL,)),
     "llama3": CallFormat((PYTHON_TAG,), is_bare=True),
     "mistral": CallFormat((TOOL_CALLS,)),
-    "generic": CallFormat((TOOL_CALL, PYTHON_TAG, TOOL_CALLS), is_bare=True),
+    "granite": CallFormat((BAR_CALL, TOOL_CALL), is_bare=True),
+    "generic": CallFormat((TOOL_CALL, BAR_CALL, PYTHON_TAG, TOOL_CALLS), is_bare=True),
 }
 GENERIC = "generic"
 

@@ -45,6 +45,7 @@ _FORMS = {
     "hermes": _HERMES,
     "generic": _HERMES,
     "llama3": _Form("", "", "; ", "parameters", is_list=False),
+    "granite": _Form("<|tool_call|>[", "]", ", ", "arguments", is_list=True),
     "mistral": _Form("[TOOL_CALLS] [", "]", ", ", "arguments", is_list=True),
 }
 
@@ -135,7 +136,7 @@ def _without(openers: Iterable[str]) -> str:
 
 
 def _bare_exclusion(use: ToolUse) -> str:
-    return " & ~/[ \\t\\r\\n]*\\{(.|\\n)*/" if format_of(use.format).is_bare else ""
+    return " & ~/[ \\t\\r\\n]*(\\[[ \\t\\r\\n]*)?\\{(.|\\n)*/" if format_of(use.format).is_bare else ""
 
 
 def _escaped(text: str) -> str:

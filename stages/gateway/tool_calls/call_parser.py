@@ -158,6 +158,16 @@ class CallParser:
             self._raw, self._opener, self._is_array = text[begin:at], "", False
             self._begin_object()
             return at, True
+        if self._format.is_bare and text[at] == "[":
+            first = at + 1
+            while first < len(text) and text[first] in SPACE and first - at < MAX_SPACE:
+                first += 1
+            if first == len(text):
+                return begin, True
+            if text[first] == "{":
+                self._raw, self._opener, self._is_array = text[begin:first], "", True
+                self._begin_object()
+                return first, True
         self._is_fresh = False
         return begin, False
 
