@@ -84,6 +84,22 @@ CALLS: list[tuple[str, str, list[Item]]] = [
             ("llama3", " ", " "),
         )
     ),
+    ("hermes", '<tool_call>{"name": "sum", "arguments": null}</tool_call>', SUM),
+    ("hermes", '<tool_call>{"arguments": null, "name": "sum"}</tool_call>', SUM),
+    ("hermes", '<tool_call>{"name": "sum", "arguments": " "}</tool_call>', SUM),
+    *(
+        (form, f'{begin}{{"name": "weather", "{key}": {json.dumps(" " + text)}}}{end}', call("weather", text))
+        for text in ('{"city": "Pa\\nris \\u00e4\\ud83d\\udc26"}', json.dumps({"city": 'ä"x' * 1500}))
+        for form, begin, key, end in (
+            ("hermes", "<tool_call>", "arguments", "</tool_call>"),
+            ("llama3", "", "parameters", ""),
+        )
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"arguments": "{\\"city\\": \\"a\nb\\"}", "name": "weather"}]',
+        call("weather", '{"city": "a\\nb"}'),
+    ),
     ("granite", f"I look.\n<|tool_call|>[{WEATHER}]<|/tool_call|> Done.", [Text("I look."), *PARIS, Text("Done.")]),
     *(
         (form, f"{begin}{call_text}{end}", call("weather", '{"city": "a\\nb\\t\\u0001"}'))
@@ -115,6 +131,12 @@ NO_CALLS = [
     ("hermes", "<tool_call>\nnot JSON</tool_call>"),
     ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "weather", "arguments": "Paris"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "sum", "arguments": "[]"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "sum", "arguments": "{} {}"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "sum", "arguments": "{\\"a\\": 1"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "sum", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "sum", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "sum", "arguments": nul}</tool_call>'),
     ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "weather" "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "weather", "argum'),
@@ -243,6 +265,9 @@ FRAGMENTS = [
         '{"name": "weather"',
         '"arguments": {"a": 1}',
         '"arguments": {',
+        '"arguments": "{\\"a\\": \\"\\\\n\n\\"}"',
+        '"arguments": "{\\"a',
+        '"parameters": null',
         '"parameters": {}',
         '{"name": "sum"',
         '"name": ',

@@ -2,7 +2,8 @@
 
 The names may come in any order, and others beside them; `parameters` means the same as `arguments`, and a `function`
 that is a string the same as `name`.  The call is certain as soon as its name is one of the request's tools and its
-arguments have begun; until then at most `MAX_HEAD` characters are taken.
+arguments have begun; until then at most `MAX_HEAD` characters are taken.  Arguments that are a string are certain at
+its end, if it is the text of an object; null is an object without members.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Collection
 from pipeline.api.json_prefix import JsonValue
 
 MAX_HEAD = 4096  # characters before a call is certain
+MAX_TEXT = 1 << 15  # as `MAX_HEAD`, in a string of arguments of a tool that is known
 SPACE = " \t\n\r"
+_ARGUMENTS = ("arguments", "parameters")
 _KEYS = frozenset({"name", "function", "arguments", "parameters", "type", "id"})
 
 _KEY_OR_CLOSE, _KEY, _COLON, _VALUE, _COMMA_OR_CLOSE = range(5)
@@ -62,13 +65,17 @@ class CallObject:
     def feed(self, text: str, at: int) -> int:
         """Take characters from `text[at]` on. Returns the position after the last one that belongs to the object."""
         while at < len(text) and not (self.is_bad or self.is_done):
-            end = len(text) if self.is_certain else min(len(text), at + MAX_HEAD - self._taken)
+            end = len(text) if self.is_certain else min(len(text), at + self._most() - self._taken)
             if at >= end:
                 self.is_bad = True
                 break
             begin, at = at, self._take(text, at, end)
             self._taken += at - begin
         return at
+
+    def _most(self) -> int:
+        is_text = self.name and self._value is not None and not self._is_key and self._key in _ARGUMENTS
+        return MAX_TEXT if is_text else MAX_HEAD
 
     def _take(self, text: str, at: int, end: int) -> int:
         if self._value is not None:
@@ -80,14 +87,14 @@ class CallObject:
         if c == "}" and state in (_KEY_OR_CLOSE, _COMMA_OR_CLOSE):
             self.is_done = True
         elif c == '"' and state in (_KEY_OR_CLOSE, _KEY):
-            self._begin(is_key=True)
+            self._begin(c, is_key=True)
             return at  # the string begins here
         elif c == ":" and state == _COLON:
             self._state = _VALUE
         elif c == "," and state == _COMMA_OR_CLOSE:
             self._state = _KEY
         elif state == _VALUE and self._may_begin(c):
-            self._begin(is_key=False)
+            self._begin(c, is_key=False)
             return at
         else:
             self.is_bad = True
@@ -96,15 +103,15 @@ class CallObject:
 
     def _may_begin(self, c: str) -> bool:
         """Whether the value of `_key` may begin with this character."""
-        if self._key in ("arguments", "parameters"):
-            return c == "{" and self.arguments is None
+        if self._key in _ARGUMENTS:
+            return c in '{"n' and self.arguments is None
         if self._key == "name":
             return c == '"' and not self.name
         return True
 
-    def _begin(self, *, is_key: bool) -> None:
+    def _begin(self, c: str, *, is_key: bool) -> None:
         self._value, self._is_key, self._lexeme = JsonValue(escapes_controls=True), is_key, ""
-        if not is_key and self._key in ("arguments", "parameters"):
+        if not is_key and self._key in _ARGUMENTS and c == "{":
             self.arguments = self._value
 
     def _continue_value(self, value: JsonValue, text: str, at: int, end: int) -> int:
@@ -129,6 +136,9 @@ class CallObject:
                 self.is_bad = True
             return
         self._state = _COMMA_OR_CLOSE
+        if self._key in _ARGUMENTS and value is not self.arguments:
+            self._take_text(json.loads(self._lexeme))
+            return
         is_name = self._key == "name" or (self._key == "function" and not self.name and self._lexeme[:1] == '"')
         if is_name and value is not self.arguments and not self.name:
             name = json.loads(self._lexeme)
@@ -136,3 +146,14 @@ class CallObject:
                 self.name = name
             else:
                 self.is_bad = True
+
+    def _take_text(self, text: str | None) -> None:
+        """The arguments are the text of an object, or null."""
+        text = (text or "").strip(SPACE) or "{}"
+        value = JsonValue(escapes_controls=True)
+        end = value.feed(text, 0, len(text))
+        is_unicode = not any("\ud800" <= c <= "\udfff" for c in text)
+        if text[0] == "{" and end == len(text) and value.is_complete and is_unicode:
+            self.arguments, self.fragment = value, value.take_output()
+        else:
+            self.is_bad = True
