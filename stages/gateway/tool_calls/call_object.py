@@ -1,9 +1,10 @@
 """One call as a JSON object, `{"name": NAME, "arguments": {...}}`, while it is being generated.
 
 The names may come in any order, and others beside them; `parameters` means the same as `arguments`, and a `function`
-that is a string the same as `name`.  The call is certain as soon as its name is one of the request's tools and its
-arguments have begun; until then at most `MAX_HEAD` characters are taken.  Arguments that are a string are certain at
-its end, if it is the text of an object; null is an object without members.
+that is a string the same as `name`.  A `function` that is an object has all of this in it.  The call is certain as soon
+as its name is one of the request's tools and its arguments have begun; until then at most `MAX_HEAD` characters are
+taken.  Arguments that are a string are certain at its end, if it is the text of an object; null is an object without
+members.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class CallObject:
     """Takes the text after the opening brace."""
 
     __slots__ = (
+        "_is_inner",
         "_is_key",
         "_is_strict",
         "_key",
@@ -50,6 +52,7 @@ class CallObject:
         self.is_done = False
         self._names = names
         self._is_strict = is_strict
+        self._is_inner = False  # in the object of a `function`
         self._state = _KEY_OR_CLOSE
         self._taken = 1  # characters, while the call is not certain
         self._value: JsonValue | None = None  # being read: a key, or the value of `_key`
@@ -85,7 +88,10 @@ class CallObject:
             return at + 1
         state = self._state
         if c == "}" and state in (_KEY_OR_CLOSE, _COMMA_OR_CLOSE):
-            self.is_done = True
+            if self._is_inner:
+                self._is_inner, self._state = False, _COMMA_OR_CLOSE
+            else:
+                self.is_done = True
         elif c == '"' and state in (_KEY_OR_CLOSE, _KEY):
             self._begin(c, is_key=True)
             return at  # the string begins here
@@ -93,6 +99,8 @@ class CallObject:
             self._state = _VALUE
         elif c == "," and state == _COMMA_OR_CLOSE:
             self._state = _KEY
+        elif state == _VALUE and c == "{" and self._may_descend():
+            self._is_inner, self._state = True, _KEY_OR_CLOSE
         elif state == _VALUE and self._may_begin(c):
             self._begin(c, is_key=False)
             return at
@@ -100,6 +108,9 @@ class CallObject:
             self.is_bad = True
             return at
         return at + 1
+
+    def _may_descend(self) -> bool:
+        return self._key == "function" and not (self._is_inner or self.name or self.arguments)
 
     def _may_begin(self, c: str) -> bool:
         """Whether the value of `_key` may begin with this character."""
