@@ -216,6 +216,23 @@ def test_a_broken_call_does_not_end_an_answer_of_a_single_call(cuts: tuple[int, 
     ]
 
 
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        ("mistral", f"[TOOL_CALLS][{WEATHER}, ", PARIS),
+        ("mistral", f"[TOOL_CALLS][{WEATHER},", PARIS),
+        ("mistral", f'[TOOL_CALLS][{WEATHER}, {{"name": "su', [*PARIS, Text('{"name": "su')]),
+        ("granite", f"[{WEATHER},\n", PARIS),
+        ("llama3", f"{WEATHER};", PARIS),
+        ("llama3", f"{WEATHER} ; ", PARIS),
+        ("llama3", f"{WEATHER}; or so", [*PARIS, Text("; or so")]),
+    ],
+)
+def test_a_separator_of_calls_is_no_text_where_the_answer_ends(form: str, text: str, expected: list[Item]) -> None:
+    assert parse(text, form) == expected
+    assert parse(text, form, tuple(range(1, len(text)))) == expected
+
+
 def test_a_call_that_is_cut_off_has_what_there_is_of_its_arguments() -> None:
     items = parse('<tool_call>{"name": "weather", "arguments": {"a": {"b": [1, 2, "x')
     assert items == [CallBegin("weather"), Arguments('{"a": {"b": [1, 2, "x'), CallEnd(False, '{"a": {"b": [1, 2]}}')]

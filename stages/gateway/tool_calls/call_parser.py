@@ -24,6 +24,7 @@ from pipeline.api.requests.tool_formats import ARGS, CALL_ID, CLOSERS, TOOL_CALL
 from stages.gateway.tool_calls.call_object import MAX_HEAD, SPACE, CallObject
 
 MAX_SPACE = 256  # characters of white space that wait for what follows them
+SEPARATORS = (",", ";")  # of the calls of an array, and of others
 MAX_NAME = 128  # characters of a tool's name, and between the name and the arguments
 _NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_NAME}}}")
 _ID = re.compile(r"[A-Za-z0-9_-]*")
@@ -103,7 +104,8 @@ class CallParser:
         if self._arguments is not None:
             self._end_call()
         elif self._step != self._after_call:  # of a closing tag that was cut off nothing remains
-            self._add_text(self._raw + self._held)
+            rest = self._raw + self._held
+            self._add_text(rest[1:].lstrip(SPACE) if self._raw[:1] in SEPARATORS else rest)
         self._raw = self._held = ""
         return self._take_items()
 
