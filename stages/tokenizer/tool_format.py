@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from jinja2 import nodes
 
-HERMES, LLAMA3, GRANITE, MISTRAL, GENERIC = "hermes", "llama3", "granite", "mistral", "generic"
+HERMES, QWEN3_CODER, LLAMA3, GRANITE = "hermes", "qwen3_coder", "llama3", "granite"
+MISTRAL, GENERIC = "mistral", "generic"
 
 
 def tool_format(tree: nodes.Template, source: str) -> str:
@@ -19,6 +20,8 @@ def tool_format(tree: nodes.Template, source: str) -> str:
         return MISTRAL
     if "<|tool_call|>" in source:
         return GRANITE
+    if "<function=" in source:
+        return QWEN3_CODER
     if "<tool_call>" in source:
         return HERMES
     if "<|python_tag|>" in source or ('"parameters"' in source and "ipython" in source):

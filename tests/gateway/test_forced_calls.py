@@ -98,7 +98,7 @@ def parsed(form: str, is_single: bool, text: str) -> list[Item]:
     return parser.feed(text) + parser.finish()
 
 
-@pytest.mark.parametrize("form", ["generic", "hermes", "llama3"])
+@pytest.mark.parametrize("form", ["generic", "hermes", "llama3", "qwen3_coder"])
 @pytest.mark.parametrize("is_single", [False, True])
 def test_calls_of_strict_tools_match_their_schemas_wherever_they_are(
     tokenizer: Any, form: str, is_single: bool
@@ -139,7 +139,7 @@ def test_calls_of_strict_tools_match_their_schemas_wherever_they_are(
             assert not accepts(other), other
 
 
-@pytest.mark.parametrize("form", ["generic", "hermes", "llama3"])
+@pytest.mark.parametrize("form", ["generic", "hermes", "llama3", "qwen3_coder"])
 def test_a_text_with_strict_tools_has_no_other_calls(tokenizer: Any, form: str) -> None:
     use = ToolUse(NAMES, False, form, "", "", NAMES, "tools[0].strict")
     constraint = answer_constraint(use, TOOLS, None)
@@ -153,7 +153,7 @@ def test_a_text_with_strict_tools_has_no_other_calls(tokenizer: Any, form: str) 
                 assert json.loads(item.closed) is not None
 
 
-@pytest.mark.parametrize("form", ["generic", "hermes", "llama3"])
+@pytest.mark.parametrize("form", ["generic", "hermes", "llama3", "qwen3_coder"])
 def test_beside_a_schema_the_answer_is_json_or_calls(tokenizer: Any, form: str) -> None:
     given = Constraint("json_schema", '{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"]}', "f")
     constraint = answer_constraint(ToolUse(NAMES, False, form), TOOLS, given)

@@ -319,6 +319,7 @@ def test_marks_are_removed_from_pieces_as_from_the_whole(texts: list[str]) -> No
         (MISTRAL, "generic"),
         (CHATML_TOOLS, "generic"),
         ("{% if tools %}{{ '<tool_call>' }}{% endif %}", "hermes"),
+        ("{% if tools %}{{ '<tool_call>\n<function=' }}{% endif %}", "qwen3_coder"),
         (
             "{% if tools %}{{ 'Respond with <|tool_call|> followed by a JSON list of tools used.' }}{% endif %}",
             "granite",

@@ -36,6 +36,9 @@ class ToolUse(msgspec.Struct, array_like=True, frozen=True):
     )
     strict: tuple[str, ...] = ()  # the tools whose arguments match their schemas in any case
     strict_field: str = ""  # the first field that says so, for error messages
+    # Tool, parameter and JSON types divided by `|`, of parameters that are not strings; set at admission, for formats
+    # that write values without quotes.
+    types: tuple[tuple[str, str, str], ...] = ()
 
     def call_id(self, prefix: str, choice: int, index: int) -> str:
         """Return the id of a call: the same for the same request, and another one for each call of a conversation."""

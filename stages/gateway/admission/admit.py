@@ -33,7 +33,7 @@ from pipeline.api.quotas import Quotas
 from pipeline.api.request_name import RequestName
 from pipeline.api.requests.generation_request import AdapterUse, GenerationRequest
 from pipeline.api.requests.tool_fields import answer_salt
-from pipeline.api.requests.tool_formats import GENERIC
+from pipeline.api.requests.tool_formats import FUNCTION, GENERIC, format_of
 from pipeline.config.schema import Config
 from pipeline.errors import InvalidRequest, ModelUnavailable, StarlingError
 from pipeline.faults import points
@@ -51,6 +51,7 @@ from stages.gateway.requests.spec import RequestSpec, SequenceSpec
 from stages.gateway.requests.state import RequestState
 from stages.gateway.tokenizer_client import RETRY_AFTER_S, TextOwner, TokenizerClient
 from stages.gateway.tool_calls.call_grammar import answer_constraint
+from stages.gateway.tool_calls.parameter_types import parameter_types
 from stages.gateway.tracing.recorder import Recorder
 from stages.gateway.tracing.timeline import Fact, RequestTrace, ms
 from stages.gateway.tracing.trace_context import TraceContext
@@ -402,8 +403,10 @@ class Admission:
         deadline = call.started_at + self._timeout_s
         if tools := generation.tools:
             salt = answer_salt(distinct, 0 if sampling.temperature == 0 else seed, described.digest)
-            tools = msgspec.structs.replace(tools, format=described.tool_format or GENERIC, salt=salt)
             definitions = generation.template.tools if generation.template else None
+            form = described.tool_format or GENERIC
+            types = parameter_types(definitions or ()) if FUNCTION in format_of(form).openers else ()
+            tools = msgspec.structs.replace(tools, format=form, salt=salt, types=types)
             if definitions:
                 constraint = answer_constraint(tools, definitions, generation.constraint or None)
                 generation = msgspec.structs.replace(generation, constraint=constraint or msgspec.UNSET)

@@ -15,13 +15,23 @@ its first call if that is whole; after a broken one there are no other calls.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from pipeline.api.json_prefix import JsonValue
 from pipeline.api.requests.tool_fields import ToolUse
-from pipeline.api.requests.tool_formats import ARGS, CALL_ID, CLOSERS, TOOL_CALLS, CallFormat, format_of
+from pipeline.api.requests.tool_formats import (
+    ARGS,
+    CALL_ID,
+    CLOSERS,
+    FUNCTION,
+    TOOL_CALL,
+    TOOL_CALLS,
+    CallFormat,
+    format_of,
+)
 from stages.gateway.tool_calls.call_object import MAX_HEAD, SPACE, CallObject
+from stages.gateway.tool_calls.function_body import FunctionBody, overlap
 
 MAX_SPACE = 256  # characters of white space that wait for what follows them
 SEPARATORS = (",", ";")  # of the calls of an array, and of others
@@ -60,13 +70,19 @@ Item = Text | CallBegin | Arguments | CallEnd
 
 def parser_of(tools: ToolUse) -> CallParser:
     """The parser of an answer of a request with these tools."""
-    return CallParser(format_of(tools.format), frozenset(tools.names), tools.is_single)
+    return CallParser(format_of(tools.format), frozenset(tools.names), tools.is_single, tools.types)
 
 
 class CallParser:
     """The calls in one text. `names`: of the request's tools; `is_single`: what follows the first call is left out."""
 
-    def __init__(self, call_format: CallFormat, names: Collection[str], is_single: bool = False) -> None:
+    def __init__(
+        self,
+        call_format: CallFormat,
+        names: Collection[str],
+        is_single: bool = False,
+        types: Iterable[tuple[str, str, str]] = (),
+    ) -> None:
         self.n_calls = 0
         self._format = call_format
         self._names = names
@@ -79,6 +95,8 @@ class CallParser:
         self._opener = ""  # of the current call
         self._is_array = False  # the call is in an array
         self._call: CallObject | None = None
+        self._types = types
+        self._body: FunctionBody | None = None  # of a certain call in Qwen3-Coder's form
         self._arguments: JsonValue | None = None  # of a certain call, until they end
         self._fragments: list[str] = []  # of its arguments
 
@@ -142,7 +160,7 @@ class CallParser:
             self._is_array = False
             self._go(self._after_opener)
             return where + len(self._opener)
-        end = len(text) - _overlap(text, at, openers)
+        end = len(text) - overlap(text, at, openers)
         end = _without_space(text, at, end)
         self._add_text(text[at:end])
         return end
@@ -178,6 +196,9 @@ class CallParser:
     def _after_opener(self, text: str, at: int) -> int:
         """After an opener, or where the next call of an array or list is to begin."""
         c = text[at]
+        if self._opener == FUNCTION:
+            self._go(self._function_name)
+            return at
         if c in SPACE and len(self._raw) < MAX_HEAD:
             self._raw += c
             return at + 1
@@ -191,8 +212,29 @@ class CallParser:
         if self._opener == TOOL_CALLS and not self._is_array and _NAME.match(c):
             self._go(self._name)
             return at
+        if self._opener == TOOL_CALL and c == "<" and FUNCTION in self._format.openers:
+            if text.startswith(FUNCTION, at):
+                self._raw += FUNCTION
+                self._go(self._function_name)
+                return at + len(FUNCTION)
+            if FUNCTION.startswith(text[at:]):
+                return at
         self._fail()
         return at
+
+    def _function_name(self, text: str, at: int) -> int:
+        """`NAME>` of Qwen3-Coder's form."""
+        end = text.find(">", at, at + MAX_NAME + 1)
+        if end < 0 and len(text) - at <= MAX_NAME:
+            return at
+        name = text[at:end].strip(SPACE) if end >= 0 else ""
+        if name not in self._names:
+            self._fail()
+            return at
+        self._begin_call(name, JsonValue())
+        self._body = FunctionBody({key: types for tool, key, types in self._types if tool == name})
+        self._go(self._function_body)
+        return self._function_body(text, end + 1)
 
     def _name(self, text: str, at: int) -> int:
         """`NAME[ARGS]{...}` or `NAME[CALL_ID]ID[ARGS]{...}`."""
@@ -261,6 +303,20 @@ class CallParser:
         self._add_arguments(value.take_output())
         if value.is_complete or value.is_bad:
             self._end_call_at(value.is_bad)
+        return end
+
+    def _function_body(self, text: str, at: int) -> int:
+        """Parameters of Qwen3-Coder's form."""
+        body, value = self._body, self._arguments
+        assert body is not None
+        assert value is not None
+        end = body.feed(text, at)
+        fragment = body.take_output()
+        value.feed(fragment, 0, len(fragment))
+        self._add_arguments(fragment)
+        if body.is_bad or body.is_done:
+            self._body = None
+            self._end_call_at(body.is_bad)
         return end
 
     def _begin_call(self, name: str, arguments: JsonValue) -> None:
@@ -358,12 +414,3 @@ def _without_space(text: str, begin: int, end: int) -> int:
     """Return the end of `text[begin:end]` without the white space at its end, at most `MAX_SPACE` characters."""
     first = max(begin, end - MAX_SPACE)
     return first + len(text[first:end].rstrip(SPACE))
-
-
-def _overlap(text: str, begin: int, openers: Collection[str]) -> int:
-    """Return the length of the longest end of `text[begin:]` that may become an opener."""
-    for length in range(min(len(text) - begin, max(map(len, openers), default=1) - 1), 0, -1):
-        tail = text[len(text) - length :]
-        if any(opener.startswith(tail) and len(opener) > length for opener in openers):
-            return length
-    return 0
