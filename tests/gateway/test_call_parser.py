@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.api.json_prefix import MAX_DEPTH, JsonValue
 from pipeline.api.requests.tool_formats import FORMATS
-from stages.gateway.tool_calls.call_object import MAX_HEAD
+from stages.gateway.tool_calls.call_object import MAX_HEAD, MAX_TEXT
 from stages.gateway.tool_calls.call_parser import MAX_SPACE, Arguments, CallBegin, CallEnd, CallParser, Item, Text
 from tests.properties import examples
 
@@ -268,6 +268,13 @@ def test_what_is_held_back_is_bounded(form: str, begin: str, filler: str) -> Non
         n_out += sum(len(item.text) for item in parser.feed(part) if isinstance(item, Text))
         assert n_fed - n_out <= MAX_HEAD + MAX_SPACE + 64
     assert n_fed == n_out + sum(len(item.text) for item in parser.finish() if isinstance(item, Text))
+
+
+def test_a_string_of_arguments_is_held_back_up_to_its_bound() -> None:
+    parser = CallParser(FORMATS["hermes"], NAMES)
+    begin = '<tool_call>{"name": "sum", "arguments": "'
+    assert parser.feed(begin + "a" * (MAX_TEXT - 100)) == []
+    assert parser.feed("a" * 200) == [Text(begin + "a" * (MAX_TEXT + 100))]
 
 
 FRAGMENTS = [
