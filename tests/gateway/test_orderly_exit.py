@@ -255,7 +255,7 @@ async def test_what_is_left_has_no_end_and_no_more_tokens(tmp_path: Path) -> Non
 async def test_a_response_that_is_being_stored_at_the_exit_ends(tmp_path: Path) -> None:
     gateway, may_store = Clocked(tmp_path), threading.Event()
     service, state = gateway.service, gateway.background()
-    service.responses.store._thread.submit(may_store.wait)
+    service.responses.store.calls.add(may_store.wait)
     gateway.end(state)
     assert service.lifecycle.end_all(StarlingError("DRAINING", "it ends"), is_exit=True) == 0
     assert service.lifecycle.leave_to_successor() == 0
