@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.config.schema import ModelConfig
-from pipeline.errors import ResourceError
+from pipeline.errors import ConfigError, ResourceError
 from pipeline.models import digests, store
 from shm.checkpoint import load_index
 
@@ -38,6 +38,6 @@ def remember_compared(model: ModelConfig, models_dir: Path) -> None:
     path = store.gguf_path(model, models_dir)
     stamp = digests.read_all(models_dir).get(os.path.realpath(path))
     if stamp is not None:
-        with contextlib.suppress(OSError, ResourceError):
+        with contextlib.suppress(OSError, ConfigError, ResourceError):
             stamp = msgspec.structs.replace(stamp, is_factor_compared=True)
             digests.remember(model.name, path, stamp, models_dir)

@@ -16,7 +16,7 @@ import pytest
 from pipeline.config.load import resolve
 from pipeline.config.schema import ModelConfig
 from pipeline.errors import ConfigError
-from pipeline.models import store
+from pipeline.models import attention_factor, store
 from shm.checkpoint import Index, load_index, load_tables, write_index
 from stages.worker.checkpoint.attention_factor import LoadedError, apply_factor
 from stages.worker.checkpoint.hyperparameters import HyperReader
@@ -139,6 +139,15 @@ def test_a_model_without_a_factor_keeps_its_checkpoint_and_is_asked_once(
     assert not prepare_apart._is_new(old.model)
     monkeypatch.delattr(HyperReader, "kv_revision")
     assert not old.apply()
+
+
+def test_a_comparison_that_cannot_be_remembered_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a models directory that is read-only, where no lock can be made either."""
+    old = Prepared(tmp_path, monkeypatch, 1.0)
+    (old.path.parent / ".digests.lock").mkdir()  # cannot be opened for writing, by root neither
+    for _ in range(2):
+        assert not old.apply()
+        assert attention_factor.may_be_missing(old.model, old.path)
 
 
 def test_the_index_of_a_loaded_model_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
