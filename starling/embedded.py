@@ -18,6 +18,7 @@ One thread at a time may use an engine.  A request's result is kept until `relea
 
 from __future__ import annotations
 
+import logging
 import operator
 import secrets
 import time
@@ -38,6 +39,7 @@ from pipeline.errors import InternalError, InvalidRequest, NotFound, ResourceErr
 from pipeline.models.store import Progress, no_progress
 from pipeline.protocol.messages import Cancel, Denied, Granted, Sampling, Submit
 from shm.arena import ArenaError
+from shm.checkpoint import CheckpointError
 from stages.gateway.admission.lengths import Bounds, output_budget
 from stages.gateway.admission.prompts import check_ids
 from stages.gateway.requests.sequence_breakers import breakers_of
@@ -49,6 +51,8 @@ from starling import loaded_revisions
 from starling.assembly import Parts, assemble, choose_model
 from starling.directory_conversion import conversion_of
 from starling.generation import Generation, LocalRequest
+
+log = logging.getLogger("starling.embedded")
 
 OWNER = b"embedded"  # in place of the gateway's address
 MAX_REQUESTS = 100_000  # running and finished ones that have not been released
@@ -113,8 +117,7 @@ class Embedded:
         folder = paths.models_dir()
         conversion = conversion_of(folder, chosen.pretokenizer)
         index_path = prepare(chosen, folder, progress, allowed=resolved.registry.sources, conversion=conversion)
-        with suppress(LoadedError):  # it computes what the server does, which has the index as it is
-            apply_factor(chosen, index_path, lambda: loaded_revisions.read(resolved), progress)
+        _apply_factor(resolved, chosen, index_path, progress)
         return cls(resolved, chosen, index_path)
 
     # -------------------------------------------------------------- requests
@@ -378,6 +381,19 @@ class Embedded:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _apply_factor(config: Config, model: ModelConfig, index_path: Path, progress: Progress) -> None:
+    """Prepare an older checkpoint again if that is possible. If it is not, it is used as it is, as by a worker."""
+    try:
+        apply_factor(model, index_path, lambda: loaded_revisions.read(config), progress)
+    except LoadedError:  # this engine computes what the server does, which has the index as it is
+        pass
+    except (StarlingError, OSError, CheckpointError) as error:  # such as a disk without room for a second copy
+        log.warning(
+            "an older release ignored the attention factor of a model, using its checkpoint as it is",
+            extra={"model": model.name, "path": str(index_path), "reason": str(error)},
+        )
 
 
 def _token_ids(prompt: object) -> list[object]:

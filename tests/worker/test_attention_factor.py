@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.config.load import resolve
 from pipeline.config.schema import ModelConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, ResourceError
 from pipeline.models import attention_factor, store
 from shm.checkpoint import Index, load_index, load_tables, write_index
 from stages.worker.checkpoint.attention_factor import LoadedError, apply_factor
@@ -112,6 +112,25 @@ def test_an_engine_in_this_process_computes_what_the_server_does(
     monkeypatch.setattr(loaded_revisions, "read", lambda config: {(old.path.stem, 0)} if is_loaded else set())
     embedded.Embedded.load("m", config=resolve({"models": [{"name": "m", "path": str(old.gguf)}]}, {}))
     assert (old.magnitude, old.index.hyper.kv_revision) == ((1.0, 0) if is_loaded else (1.5, 1))
+
+
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize(
+    "error",
+    [ResourceError("no room for a second copy"), ConfigError("the source has changed"), PermissionError(13, "denied")],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_engine_in_this_process_uses_a_checkpoint_that_cannot_be_prepared_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """A release that ignored the factor loaded the model, so this one does too."""
+    monkeypatch.setattr(embedded.Embedded, "__init__", lambda *arguments: None)
+    monkeypatch.setattr("stages.worker.checkpoint.attention_factor.ingest", MagicMock(side_effect=error))
+    old = Prepared(tmp_path, monkeypatch, 1.5)
+    embedded.Embedded.load("m", config=resolve({"models": [{"name": "m", "path": str(old.gguf)}]}, {}))
+    assert (old.magnitude, old.index.hyper.kv_revision) == (1.0, 0)
+    [record] = [one for one in caplog.records if "using its checkpoint as it is" in one.message]
+    assert (vars(record)["model"], vars(record)["reason"]) == ("m", str(error))
 
 
 @pytest.mark.usefixtures("without_kernels")
