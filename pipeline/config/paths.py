@@ -98,7 +98,7 @@ def agent_dir(config: Config, env: Env = os.environ) -> Path:
 
 def arena_dir(config: Config, env: Env = os.environ, shm: Path = Path("/dev/shm")) -> Path:
     """One directory per run directory, with the same name at every start."""
-    parent = _configured(config.server.arena_dir) or _recorded_arena_parent(run_dir(config, env)) or shm
+    parent = _configured(config.server.arena_dir) or recorded_arena_parent(run_dir(config, env)) or shm
     return parent / arena_name(config, env)
 
 
@@ -117,7 +117,12 @@ def arena_parent(config: Config, shm: Path = Path("/dev/shm")) -> Path:
     return _configured(config.server.arena_dir) or shm
 
 
-def _recorded_arena_parent(run: Path) -> Path | None:
+def home_arena_parent(env: Env = os.environ) -> Path:
+    """The directory in which `starling up` lets a server make its own for arenas if /dev/shm is too small."""
+    return home(env) / "arenas"
+
+
+def recorded_arena_parent(run: Path) -> Path | None:
     """The directory that `pipeline.runtime.arena_dir.record_parent` has recorded; None if it has recorded none."""
     with contextlib.suppress(OSError):
         path = os.fsdecode((run / ARENA_PARENT_FILE).read_bytes())

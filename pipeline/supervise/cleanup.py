@@ -38,6 +38,8 @@ def sweep(
                 for path in _records(run_dir):
                     path.unlink(missing_ok=True)
                 remove_arenas(arena_dir)
+                if recorded := paths.recorded_arena_parent(run_dir):  # server.arena_dir may have been set since
+                    remove_arenas(recorded / arena_dir.name)
                 (run_dir / paths.ARENA_PARENT_FILE).unlink(missing_ok=True)  # last: it says where they are
                 return ""
         if clock() >= deadline:

@@ -175,7 +175,7 @@ def choose_arena_dir(config: Config, shm: Path = Path("/dev/shm")) -> Path | Non
         "make them smaller (kv_cache_mb or max_batch_size of a model, STARLING_CACHE__MAX_SIZE_MB) or move them "
         "(STARLING_SERVER__ARENA_DIR)"
     )
-    other = paths.home() / "arenas"
+    other = paths.home_arena_parent()
     if config.server.arena_dir or _free(other) + disk_bytes(other / paths.arena_name(config)) < need:
         raise ResourceError(f"the arenas need {need >> 20} MB, and {home} has {free >> 20} MB free; {advice}")
     click.echo(
@@ -187,12 +187,14 @@ def choose_arena_dir(config: Config, shm: Path = Path("/dev/shm")) -> Path | Non
 
 def place_arenas(config: Config, run_dir: Path, parent: Path | None) -> None:
     """Record where the arenas are, for all stages and commands, and remove those that a killed server has elsewhere."""
-    before = paths.arena_dir(config)
-    if directory_lock.is_held(before):  # stages run here that this command has not started
+    before = {paths.arena_dir(config)}
+    if recorded := paths.recorded_arena_parent(run_dir):  # server.arena_dir may have been set since
+        before.add(recorded / paths.arena_name(config))
+    if any(directory_lock.is_held(folder) for folder in before):  # by stages that this command has not started
         return
-    arena_dir.record_parent(run_dir, parent)
-    if paths.arena_dir(config) != before:
-        cleanup.remove_arenas(before)
+    for folder in before - {(parent or paths.arena_parent(config)) / paths.arena_name(config)}:
+        cleanup.remove_arenas(folder)
+    arena_dir.record_parent(run_dir, parent)  # last: the record says where they were
 
 
 def _free(path: Path) -> int:

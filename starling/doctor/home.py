@@ -223,7 +223,9 @@ def leftovers(config: Config) -> Iterator[Finding]:
 
 def _arenas_of_dead_servers(config: Config, runs: bool, shm: Path = Path("/dev/shm")) -> Iterator[Finding]:
     own = paths.arena_dir(config)
-    for folder in sorted({own, *shm.glob(f"starling-{os.getuid()}-*")}):
+    parents = (shm, paths.home_arena_parent())  # the latter: of a server that `starling up` moved
+    found = (folder for parent in parents for folder in parent.glob(f"starling-{os.getuid()}-*"))
+    for folder in sorted({own, *found}):
         if folder.is_symlink() or not folder.is_dir() or (folder == own and runs):
             continue
         if directory_lock.is_held(folder) or not (nbytes := disk_bytes(folder)):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config import paths
 from pipeline.runtime.run_dir import StageLock
 from pipeline.supervise.cleanup import sweep
 
@@ -38,6 +39,20 @@ def test_files_of_a_killed_server_are_removed(places: tuple[Path, Path]) -> None
     assert [path.name for path in run.iterdir()] == ["kv.lock"]
     assert not arenas.exists()
     assert sweep(run, arenas) == ""
+
+
+def test_arenas_that_were_elsewhere_are_removed_with_the_record_of_their_place(
+    places: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """`server.arena_dir` has been set since the killed server recorded it."""
+    run, arenas = places
+    moved = tmp_path / "home" / arenas.name
+    moved.mkdir(parents=True)
+    (moved / "model.kv").write_bytes(bytes(4096))
+    (run / paths.ARENA_PARENT_FILE).write_bytes(os.fsencode(moved.parent))
+    assert sweep(run, arenas) == ""
+    assert not moved.exists()
+    assert [path.name for path in run.iterdir()] == ["kv.lock"]
 
 
 def test_a_running_stage_prevents_removal(places: tuple[Path, Path]) -> None:

@@ -264,6 +264,15 @@ def test_what_a_crash_has_left(home: Path) -> None:
     assert any("checkpoints without a model file" in text for text in texts)
 
 
+def test_arenas_in_the_home_are_found_when_another_place_is_configured(home: Path, tmp_path: Path) -> None:
+    from starling.doctor.home import leftovers
+
+    config = Config(models=CONFIG.models, server=ServerConfig(arena_dir=str(tmp_path / "own")))
+    folder = paths.home_arena_parent() / paths.arena_name(config)
+    write(folder, {"m.kv": "x" * 4096})
+    assert any(f"{folder} has" in one.found and "no live server" in one.found for one in leftovers(config))
+
+
 def test_files_that_go_while_they_are_measured_are_no_error(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,27 @@ def test_every_command_finds_arenas_that_have_moved(home: Path, tmp_path: Path) 
     assert paths.arena_dir(own).parent == tmp_path, "what is configured counts"
 
 
+def test_arenas_that_have_moved_are_removed_when_another_place_is_configured(home: Path, tmp_path: Path) -> None:
+    """Their server was killed. The record of their place is removed at the start, after them."""
+    config = resolve({}, {})
+    run = run_dir.prepare(paths.run_dir(config))
+    up_module.place_arenas(config, run, home / "arenas")
+    moved = arena_dir.prepare(config)
+    (moved / "m.kv").touch()
+    own = resolve({"server": {"arena_dir": str(tmp_path / "own")}}, {})
+    lock = directory_lock.DirectoryLock(moved, run, "server.arena_dir")
+    up_module.place_arenas(own, run, None)
+    assert paths.arena_dir(config) == moved, "stages run there"
+    lock.release()
+    up_module.place_arenas(own, run, None)
+    assert not moved.exists()
+    assert paths.arena_dir(config) != moved
+    up_module.place_arenas(config, run, home / "arenas")
+    (arena_dir.prepare(config) / "m.kv").touch()
+    up_module.place_arenas(resolve({"server": {"arena_dir": str(home / "arenas")}}, {}), run, None)
+    assert (moved / "m.kv").exists(), "the same place: they are adopted"
+
+
 def test_a_place_that_cannot_be_recorded_is_an_error(home: Path) -> None:
     run = run_dir.prepare(paths.run_dir(resolve({}, {})))
     (run / paths.ARENA_PARENT_FILE).mkdir()
