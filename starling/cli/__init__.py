@@ -19,7 +19,7 @@ interrupts.end_silently()  # before the imports that take time
 import click  # noqa: E402
 
 from pipeline.runtime.paused_collector import paused_collector  # noqa: E402
-from starling.cli import env_file  # noqa: E402
+from starling.cli import env_file, terminal  # noqa: E402
 from starling.cli.options import exit_codes  # noqa: E402
 from starling.cli.run_command import run_command  # noqa: E402
 
@@ -70,6 +70,8 @@ COMMANDS = (
     "up",
     "verify",
 )
+# They start servers, for which a `.env` that cannot be read matters. Their stages do not repeat the warning.
+STARTING = frozenset({"agent", "chat", "fleet", "orchestrator", "run", "up"})
 
 
 def load_command(name: str) -> click.Command | None:
@@ -271,7 +273,8 @@ def cli(config_file: str | None) -> None:
 
     A command acts on the server of STARLING_HOME (default: ~/.starling).
     """
-    env_file.merge(os.environ)
+    is_start = click.get_current_context().invoked_subcommand in STARTING
+    env_file.merge(os.environ, terminal.complain if is_start else lambda message: None)
     if os.environ.get("NO_COLOR"):
         click.get_current_context().color = False
     if config_file:

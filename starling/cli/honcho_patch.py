@@ -262,7 +262,7 @@ def main() -> None:
     if (command, option) != ("start", "-f"):
         raise ValueError(f"{sys.argv[1:]}: expected start -f PROCFILE")
     try:
-        env_file.merge(os.environ)
+        env_file.merge(os.environ, lambda message: print(message, file=sys.stderr))
         own = Manager.of_procfile(Path(procfile), os.environ)
     except ConfigError as error:
         print(error.message, file=sys.stderr)

@@ -313,10 +313,10 @@ def test_processes_get_the_settings_that_honcho_gives_them(tmp_path: Path) -> No
     """A name and a port for each, and those of `.env` in the working directory that the environment lacks."""
     os.mkfifo(tmp_path / "gate")  # neither ends before the other has printed its line: honcho would end the other, too
     ends = {"one": ": > gate", "two": ": < gate"}
-    lines = [f'{name}: echo "$HONCHO_PROCESS_NAME $PORT $GREETING"; {end}' for name, end in ends.items()]
+    lines = [f'{name}: echo "$HONCHO_PROCESS_NAME $PORT $STARLING_GREETING"; {end}' for name, end in ends.items()]
     (tmp_path / "Procfile").write_text("\n".join(lines) + "\n")
     command = [sys.executable, "-m", "starling.cli.honcho_patch"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "GREETING": "of the caller", "PORT": "7000"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "STARLING_GREETING": "of the caller", "PORT": "7000"}
 
     def start(*arguments: str, lacks: str = "") -> subprocess.CompletedProcess[str]:
         given = {name: value for name, value in env.items() if name not in lacks.split()}
@@ -326,9 +326,9 @@ def test_processes_get_the_settings_that_honcho_gives_them(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert "one.1 7000 of the caller" in done.stdout
     assert "two.1 7100 of the caller" in done.stdout
-    (tmp_path / ".env").write_text("GREETING=hello\nPORT=7200\n")
+    (tmp_path / ".env").write_text("STARLING_GREETING=hello\nPORT=7200\n")
     assert "one.1 7000 of the caller" in start("start", "-f", "Procfile").stdout
-    done = start("start", "-f", "Procfile", lacks="GREETING PORT")
+    done = start("start", "-f", "Procfile", lacks="STARLING_GREETING PORT")
     assert "one.1 7200 hello" in done.stdout
     assert "two.1 7300 hello" in done.stdout
     assert "expected start -f PROCFILE" in start("run", "-f", "Procfile").stderr

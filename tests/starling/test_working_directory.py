@@ -21,7 +21,7 @@ import stages
 import starling
 from pipeline.config.schema import DEMO_MODEL
 from stages.agent.engines import kernel_build, starling_engine
-from starling.cli import stage
+from starling.cli import env_file, stage
 from starling.launchers.child import Child
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,22 +110,60 @@ def test_up_checks_the_port_of_the_env_file(tmp_path: Path) -> None:
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
 
 
+def start(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in `folder`."""
+    command = [sys.executable, "-P", "-m", "starling", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment(folder, **variables), capture_output=True, text=True)
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"A=1\nKEY=hunter2's\n", ".env, line 2: No closing quotation"),
-        (b"A=1\n\nKEY=hunter2\xff\n", ".env, line 3: it is not UTF-8"),
-        (b"KEY=hunter2\0\n", ".env, line 1: a zero byte"),
+        (b"A=1\nSTARLING_KEY=hunter2's\n", ".env, line 2: No closing quotation"),
+        (b"A='\n\nexport STARLING_KEY=hunter2\xff\n", ".env, line 3: it is not UTF-8"),
+        (b"STARLING_KEY=hunter2\0\n", ".env, line 1: a zero byte"),
     ],
 )
-def test_an_env_file_that_cannot_be_read_is_one_message(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_a_setting_in_the_env_file_that_cannot_be_parsed_is_one_message(
+    tmp_path: Path, content: bytes, reason: str
+) -> None:
     (tmp_path / ".env").write_bytes(content)
-    command = [sys.executable, "-m", "starling", "up"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True)
+    done = start(tmp_path, "up")
     assert (done.returncode, done.stdout) == (78, "")
     assert done.stderr.startswith(f"starling: {reason}")
     assert done.stderr.count("\n") == 1
     assert "hunter2" not in done.stderr
+
+
+def test_lines_of_another_program_in_the_env_file_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_bytes(
+        b"PASSWORD=it's\nHF_TOKEN=it's\nKEY=\"-----BEGIN\nEND-----\"\nA=\xff\nB=\0\nexport STARLING_SERVER__PORT=9009\n"
+    )
+    done = start(tmp_path, "config", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["server"]["port"] == 9009
+
+
+def test_variables_of_the_env_file_that_starling_does_not_use_reach_no_process(tmp_path: Path) -> None:
+    """`PYTHONPATH=.`, which an editor reads, would let every child import modules of the working directory."""
+    left_out = ("PYTHONPATH", "PYTHONSTARTUP", "LD_PRELOAD", "LD_LIBRARY_PATH", "PATH", "HOME", "IFS", "PASSWORD")
+    used = ("STARLING_HOME", "LLM_ENGINE_PORT", "PORT", "NO_COLOR", "HF_TOKEN", "AWS_REGION", "https_proxy")
+    file = tmp_path / ".env"
+    file.write_text("".join(f"{prefix}{name}=.\n" for name in (*left_out, *used) for prefix in ("", "export ")))
+    assert env_file.read(file) == dict.fromkeys(used, ".")
+
+
+@pytest.mark.parametrize(("command", "is_warned"), [("up", True), ("config", False), ("down", False)])
+def test_an_env_file_that_this_user_cannot_read_stops_no_command(tmp_path: Path, command: str, is_warned: bool) -> None:
+    (tmp_path / ".env").symlink_to(".env")  # root cannot read it either
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        done = start(tmp_path, command, STARLING_SERVER__PORT=port)
+    assert ("starling: .env: cannot read it: " in done.stderr) == is_warned
+    if is_warned:  # it gets as far as its port, which another program has
+        assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+    else:
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_server_of_a_command_starts_in_any_directory(project: Path, tmp_path: Path) -> None:
