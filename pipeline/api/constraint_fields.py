@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline.api.closed_schema import closed
 from pipeline.api.fields import Reader, flag, invalid_value, object_schema, read_fields, show, text
+from pipeline.api.json_body import check_size
 from pipeline.api.json_schema import any_of, array_of, described, schema_of
 from pipeline.api.plain_schema import plain_schema
 from pipeline.api.tagged_unions import tagged_unions
@@ -25,13 +26,17 @@ _ANY_OBJECT = '{"type":"object"}'
 
 
 def _constraint(kind: str, content: str, name: str) -> Constraint:
+    _check_bytes(content, name)
+    return Constraint(kind, content, name)
+
+
+def _check_bytes(content: str, name: str) -> None:
     try:
         size = len(content.encode())
     except UnicodeEncodeError:
         raise InvalidRequest(f"{name} has a lone surrogate; send whole characters", name) from None
     if size > MAX_TEXT:
         raise InvalidRequest(f"{name} has {size} bytes; at most {MAX_TEXT} are allowed: shorten it", name)
-    return Constraint(kind, content, name)
 
 
 _TEXT = text(MAX_TEXT, empty=False)
@@ -41,6 +46,7 @@ _TEXT = text(MAX_TEXT, empty=False)
 def read_schema(value: Any, name: str) -> Constraint:
     """Read a JSON Schema: an object, or its JSON text."""
     if isinstance(value, str):
+        check_size(value.encode(errors="surrogatepass"), name, name)
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
@@ -48,10 +54,15 @@ def read_schema(value: Any, name: str) -> Constraint:
     if not isinstance(value, dict):
         raise invalid_value(name, value, "a JSON Schema, which is an object")
     try:
-        content = json.dumps(closed(tagged_unions(plain_schema(value))), ensure_ascii=False, separators=(",", ":"))
+        _check_bytes(_compact(value), name)  # before the schema is rewritten, which would take time
+        content = _compact(closed(tagged_unions(plain_schema(value))))
     except RecursionError:
         raise InvalidRequest(f"{name} is nested too deeply; flatten it", name) from None
     return _constraint("json_schema", content, name)
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 @described(schema_of(_TEXT))

@@ -82,7 +82,7 @@ def _parse(body: bytes, content_type: str) -> Any:
         raise InvalidRequest("the body begins with a byte order mark; send JSON without one")
     if not text.strip(" \t\r\n"):
         raise InvalidRequest("the body is empty; send JSON")
-    _check_size(body)
+    check_size(body)
     try:
         value = _decode(text)
     except json.JSONDecodeError as error:
@@ -137,8 +137,8 @@ def count_separators(body: bytes | bytearray) -> int:
     return body.count(b"[") + body.count(b"{") + body.count(b",")
 
 
-def _check_size(body: bytes) -> None:
-    """Raise `InvalidRequest` for a body that is nested too deeply or has too many values."""
+def check_size(body: bytes, what: str = "the body", field: str = "") -> None:
+    """Raise `InvalidRequest` for JSON that is nested too deeply or has too many values. `what`, `field`: for errors."""
     n_open = body.count(b"[") + body.count(b"{")
     if n_open <= MAX_DEPTH and n_open + body.count(b",") <= MAX_VALUES:
         return
@@ -150,16 +150,17 @@ def _check_size(body: bytes) -> None:
             n_open += 1
             if depth > MAX_DEPTH:
                 raise InvalidRequest(
-                    f"the body is nested too deeply; at most {MAX_DEPTH} arrays and objects may lie within each other"
+                    f"{what} is nested too deeply; at most {MAX_DEPTH} arrays and objects may lie within each other",
+                    field,
                 )
             if n_open > MAX_CONTAINERS:
                 raise InvalidRequest(
-                    f"the body has more than {MAX_CONTAINERS} arrays and objects; send several requests"
+                    f"{what} has more than {MAX_CONTAINERS} arrays and objects; send several requests", field
                 )
         else:
             depth -= 1
     if n_open + outside.count(b",") > MAX_VALUES:
-        raise InvalidRequest(f"the body has more than {MAX_VALUES} values; send several requests")
+        raise InvalidRequest(f"{what} has more than {MAX_VALUES} values; send several requests", field)
 
 
 def kind_of(value: Any) -> str:

@@ -5,7 +5,8 @@ The library of grammars refuses a `oneOf` whose branches are references, or may 
 tag of its own, no value matches two, and `anyOf` means the same.  What matches the result matches the schema as it was.
 
 A branch that is a reference to a definition without a required tag becomes one to a copy that requires it, because the
-definition may be used elsewhere.  Unions with tags that are not texts, or not distinct, stay as they are.
+definition may be used elsewhere.  Unions with tags that are not texts, or not distinct, stay as they are, and so do
+those beyond the bounds: the gateway does this work in its event loop.
 """
 
 from __future__ import annotations
@@ -16,9 +17,19 @@ from typing import Any, NamedTuple
 from pipeline.api.schema_keywords import ANNOTATIONS, with_subschemas
 
 MAX_COPIED = 65_536  # characters of JSON of the definitions that are copied; unions beyond stay as they are
-MAX_DEPTH = 32  # of definitions that are references to one another
+MAX_DEPTH = 64  # of unions and references within one another in a branch: the recursion stays far from Python's bound
+# Branches, tags and required properties that are read for all unions together: some 50 ms.  A schema of 64 KiB has a
+# few thousand, but each of its unions may read them again, for another tag.
+MAX_READ = 65_536
 _DEFINITIONS = ("$defs", "definitions")
 _NAMES = ("$id", "id", "$anchor", "$dynamicAnchor")  # of a definition; a copy would have the same
+
+
+class _Union(NamedTuple):
+    branches: list[dict[str, Any]]
+    tags: frozenset[str]
+    copies: tuple[str, ...]
+    is_distinct: bool  # no tag belongs to two branches
 
 
 class _Branch(NamedTuple):
@@ -52,7 +63,7 @@ class _Unions:
             for name, one in root[key].items()
         }
         self._branches: dict[tuple[str, str], _Branch | None] = {}  # by reference and tag; None: none, or not yet
-        self._n_left, self._depth = MAX_COPIED, 0
+        self._n_left, self._n_unread, self._depth = MAX_COPIED, MAX_READ, 0
 
     def changed(self, schema: Any) -> Any:
         if not isinstance(schema, dict):
@@ -66,30 +77,41 @@ class _Unions:
         tag = given.get("propertyName") if isinstance(given, dict) else None
         if not isinstance(tag, str) or not isinstance(members, list) or "anyOf" in schema:
             return None
-        branches = self._all(members, tag)
-        if branches is None or sum(len(one.tags) for one in branches) != len(_tags(branches)):
+        found = self._all(members, tag)
+        if found is None or not found.is_distinct:
             return None
-        for name in _copies(branches):
+        for name in found.copies:
             if name not in self.used:
                 self.used[name] = None
                 self.waiting.append(name)
         # Without the discriminator: beside a key that the library does not know, it refuses references that recur.
         made = {("anyOf" if key == "oneOf" else key): one for key, one in schema.items() if key != "discriminator"}
-        return {**made, "anyOf": [one.schema for one in branches]}
+        return {**made, "anyOf": found.branches}
 
-    def _all(self, members: list[Any], tag: str) -> list[_Branch] | None:
+    def _all(self, members: list[Any], tag: str) -> _Union | None:
         branches = []
         for member in members:
             branch = self._branch(member, tag)
             if branch is None:
                 return None
             branches.append(branch)
-        return branches
+        n_tags = sum(len(one.tags) for one in branches)
+        self._n_unread -= n_tags
+        tags: frozenset[str] = frozenset().union(*(one.tags for one in branches))
+        copies = tuple(dict.fromkeys(name for one in branches for name in one.copies))
+        return _Union([one.schema for one in branches], tags, copies, n_tags == len(tags))
 
     def _branch(self, schema: Any, tag: str) -> _Branch | None:
-        """The schema, requiring the tag; None if its tags cannot be listed."""
-        if not isinstance(schema, dict):
+        """The schema, requiring the tag; None if its tags cannot be listed, or beyond the bounds."""
+        self._n_unread -= 1
+        if not isinstance(schema, dict) or self._depth > MAX_DEPTH or self._n_unread < 0:
             return None
+        self._depth += 1
+        found = self._requiring(schema, tag)
+        self._depth -= 1
+        return found
+
+    def _requiring(self, schema: dict[str, Any], tag: str) -> _Branch | None:
         keys = schema.keys() - ANNOTATIONS
         if keys == {"$ref"}:
             found = self._definition(schema["$ref"], tag)
@@ -97,9 +119,9 @@ class _Unions:
         for key in ("oneOf", "anyOf"):  # a union in the union, with another tag
             if keys == {key} and isinstance(schema[key], list):
                 inner = self._all(schema[key], tag)
-                if not inner:
+                if not inner or not inner.branches:
                     return None
-                return _Branch({**schema, key: [one.schema for one in inner]}, _tags(inner), _copies(inner))
+                return _Branch({**schema, key: inner.branches}, inner.tags, inner.copies)
         properties, required = schema.get("properties"), schema.get("required", [])
         tags = self._values(properties.get(tag)) if isinstance(properties, dict) else None
         kinds = schema.get("type", ["object"])
@@ -109,6 +131,7 @@ class _Unions:
             or "object" not in (kinds if isinstance(kinds, list) else [kinds])
         ):
             return None
+        self._n_unread -= len(tags) + len(required)
         made = schema if kinds == "object" else {**schema, "type": "object"}
         return _Branch(made if tag in required else {**made, "required": [*required, tag]}, tags)
 
@@ -120,11 +143,7 @@ class _Unions:
         if (reference, tag) in self._branches:
             return self._branches[reference, tag]
         self._branches[reference, tag] = None  # of a definition that leads back to itself
-        if self._depth == MAX_DEPTH:
-            return None
-        self._depth += 1
         branch = self._branch(target, tag)
-        self._depth -= 1
         if branch is None:
             return None
         is_same = branch.schema == target
@@ -157,11 +176,3 @@ class _Unions:
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             return None
         return frozenset(values)
-
-
-def _tags(branches: list[_Branch]) -> frozenset[str]:
-    return frozenset().union(*(one.tags for one in branches))
-
-
-def _copies(branches: list[_Branch]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for one in branches for name in one.copies))

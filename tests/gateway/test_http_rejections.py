@@ -133,6 +133,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"guided_json": "{"}, "guided_json", "not valid JSON"),
     ({"guided_json": '{"const": "\\ud800"}'}, "guided_json", "lone surrogate"),
+    ({"guided_json": '{"not":' * 101 + "{}" + "}" * 101}, "guided_json", "nested too deeply; at most 100"),
+    ({"guided_json": {"format": "x" * 70_000}}, "guided_json", "65536"),  # as sent: it would be dropped
     ({"choice": []}, "choice", "array of texts"),
     ({"choice": ["a", 1]}, "choice[1]", "a string"),
     ({"grammar": {"syntax": "ebnf", "definition": "x"}}, "grammar.syntax", "lark"),

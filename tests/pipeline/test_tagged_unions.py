@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.api.constraint_fields import read_schema
-from pipeline.api.tagged_unions import MAX_COPIED, tagged_unions
+from pipeline.api.tagged_unions import MAX_COPIED, MAX_DEPTH, tagged_unions
 
 
 def branch(*tags: str, tag: str = "kind", **more: Any) -> dict[str, Any]:
@@ -71,6 +71,29 @@ def test_the_work_is_bounded_where_unions_share_their_branches() -> None:
     made = tagged_unions({"$defs": {**levels, "L20": DEFS["A"]}, **union({"$ref": "#/$defs/L0"}, branch("b"))})
     assert made["anyOf"][0] == {"$ref": "#/$defs/tagged-20"}
     assert len(made["$defs"]) == 2 * 21
+
+
+def nested(depth: int, *members: Any) -> dict[str, Any]:
+    inner = union(*members)
+    for _ in range(depth - 1):
+        inner = union(inner)
+    return inner
+
+
+def test_unions_beyond_the_bounds_stay_as_they_are() -> None:
+    """Each level of unions reads all branches below it again, and those of a definition are read for each tag."""
+    assert "oneOf" not in json.dumps(tagged_unions(nested(MAX_DEPTH, branch("a"), branch("b"))))
+    deep = nested(MAX_DEPTH + 2, branch("a"))
+    assert tagged_unions(deep) == deep
+    many = [branch(str(index)) for index in range(2000)]
+    assert "oneOf" not in json.dumps(tagged_unions(nested(3, *many)))
+    assert "oneOf" in json.dumps(tagged_unions(nested(30, *many)))
+    tags = [f"t{index}" for index in range(300)]
+    leaf = {"properties": {tag: {"const": "a"} for tag in tags}, "required": tags}
+    definitions = {"L": leaf, "many": {"anyOf": [{"$ref": "#/$defs/L"}] * 900}}
+    unions = {tag: union({"$ref": "#/$defs/many"}, tag=tag) for tag in tags}
+    made = tagged_unions({"$defs": definitions, "properties": unions})["properties"]
+    assert "anyOf" in made["t0"] and made["t299"] == unions["t299"]
 
 
 CHAIN = {f"d{index}": {"$ref": f"#/$defs/d{index + 1}"} for index in range(3000)}
