@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipeline.api.constraint_fields import read_schema
-from pipeline.api.requests.tool_fields import ANY_TOOL, ToolUse, template_form
+from pipeline.api.requests.tool_fields import ANY_TOOL, ToolUse, make_tools, template_form
 from pipeline.api.requests.tool_formats import FORMATS
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Constraint, Submit
@@ -238,6 +238,28 @@ def test_the_schemas_of_tools_are_bounded_as_other_constraints(make_server: Call
     refused = server.post("/v1/chat/completions", {**body, "tool_choice": "required"})
     assert (refused.status, refused.json["error"]["param"]) == (400, "tool_choice")
     assert "400 bytes (scheduler.constraints.max_bytes)" in refused.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "strict", "field"),
+    [
+        ("auto", (), ""),
+        ("auto", (0, 1), "tools[0].strict"),
+        ("auto", (1,), ""),
+        (ANY_TOOL, (), "choice"),
+        ("a", (), ""),
+    ],
+)
+def test_schemas_are_bounded_when_a_request_is_read(choice: str, strict: tuple[int, ...], field: str) -> None:
+    """Before the gateway makes a grammar of them in its event loop; only those that the grammar has count."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "x" * 40_000}}}
+    tools = [template_form(name, "", schema, index in strict) for index, name in enumerate("ab")]
+    if not field:
+        assert make_tools(tools, choice, "tools[{}].strict", "choice", is_single=False)
+        return
+    with pytest.raises(InvalidRequest, match="at most 65536") as refused:
+        make_tools(tools, choice, "tools[{}].strict", "choice", is_single=False)
+    assert refused.value.param == field
 
 
 def test_times_of_arguments_have_no_second_60_and_dates_no_year_0(tokenizer: Any) -> None:

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pipeline.api.constraint_fields import MAX_TEXT
 from pipeline.api.fields import Reader, flag, invalid_value, object_schema, read_fields, show, text
+from pipeline.api.json_body import to_json
 from pipeline.api.json_schema import any_of, array_of, described
 from pipeline.errors import InvalidRequest
 
@@ -215,4 +217,19 @@ def make_tools(
         strict=tuple(names[index] for index in strict),
         strict_field=strict_field.format(strict[0]) if strict else "",
     )
+    _check_schemas([tool["function"] for tool in plain], use, use.strict_field if not forced else choice_field)
     return Tools(use, plain)
+
+
+def _check_schemas(functions: list[dict[str, Any]], use: ToolUse, field: str) -> None:
+    """Raise `InvalidRequest` if the schemas of which a grammar is made are larger than a constraint may be.
+
+    Admission makes it in the gateway's event loop, and checks `scheduler.constraints.max_bytes` only afterwards.
+    """
+    wanted = use.names if use.forced == ANY_TOOL else (use.forced,) if use.forced else use.strict
+    size = sum(len(to_json(one["parameters"])) for one in functions if one["name"] in wanted)
+    if size > MAX_TEXT:
+        raise InvalidRequest(
+            f"{field} with the schemas of the tools has {size} bytes; at most {MAX_TEXT} are allowed: shorten them",
+            field,
+        )
