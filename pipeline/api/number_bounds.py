@@ -23,10 +23,11 @@ _LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 def narrow_bounds(schema: dict[str, Any]) -> None:
     """Narrow the bounds of one schema in place, not those of schemas inside it.
 
-    What matches afterwards has matched before.  Where no number within the library's bounds matches, none does.
+    What matches afterwards has matched before.  Where no number within the library's bounds matches, none does, unless
+    `const` or `enum` lists a larger one: the library writes that as it is, and the bounds stay.
     """
     bounds = {key: schema[key] for key in (*_LOW, *_HIGH) if _is_finite(schema.get(key))}
-    if all(-SMALL <= bound <= SMALL for bound in bounds.values()):
+    if all(map(_is_small, bounds.values())) or not all(map(_is_small, filter(_is_finite, _listed(schema)))):
         return
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
@@ -38,6 +39,15 @@ def narrow_bounds(schema: dict[str, Any]) -> None:
             schema.update(made)
     else:
         schema.update({key: _number_bound(bound, key in _LOW) for key, bound in bounds.items()})
+
+
+def _listed(schema: dict[str, Any]) -> list[Any]:
+    values = schema.get("enum")
+    return [schema.get("const"), *(values if isinstance(values, list) else [])]
+
+
+def _is_small(number: float) -> bool:
+    return -SMALL <= number <= SMALL
 
 
 def _is_finite(bound: Any) -> bool:

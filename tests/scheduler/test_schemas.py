@@ -79,6 +79,9 @@ WIDE: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "exclusive int64": ({"type": "integer", "exclusiveMaximum": 2**63 - 1}, [2**63 - 1024], [2**63 - 1]),
     "int64 or null": ({"type": ["integer", "null"], "minimum": -(2**63)}, [None, -5, 2**64], [-(2**63) - 1]),
     "safe integers": ({"type": "integer", "minimum": 1 - 2**53, "maximum": 2**53 - 1}, [2**53 - 1], [2**53]),
+    "a wide constant": ({"const": 1e20, "maximum": 1e21}, ["1" + "0" * 20], [0]),
+    "a wide integer of a list": ({"enum": [1, -(10**19)], "minimum": -(10**20)}, [1, -(10**19)], [2]),
+    "a list": ({"type": "integer", "enum": [1, 2], "minimum": -(2**63), "maximum": 2**63 - 1}, [1, 2], [3]),
     "or text": ({"type": ["integer", "string"], "minimum": 1e21}, ['"a"'], [2**63 - 1, 1]),
 }
 
