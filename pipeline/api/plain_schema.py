@@ -56,10 +56,10 @@ def _plain(schema: Any) -> Any:
     for key, other, evaluating in _UNEVALUATED:
         if not isinstance(made.get(key), (bool, dict)):
             continue
-        if _is_true(made[key]) or isinstance(made.get(other), (bool, dict)):
+        if other not in made and made.keys().isdisjoint(evaluating):
+            made[other] = made.pop(key)  # also if every value matches: an object that says so is open
+        elif _is_true(made[key]) or isinstance(made.get(other), (bool, dict)):
             del made[key]  # nothing is left to it
-        elif other not in made and made.keys().isdisjoint(evaluating):
-            made[other] = made.pop(key)
     return made
 
 

@@ -31,7 +31,8 @@ TEXT = {"type": "string"}
         ({"type": "array", "items": {"not": True, "type": "string"}}, {"type": "array", "items": False}),
         ({**TEXT, "not": False}, TEXT),
         ({**OPEN, "unevaluatedProperties": False}, {**OPEN, "additionalProperties": False}),
-        ({**OPEN, "unevaluatedProperties": {}}, OPEN),
+        ({**OPEN, "unevaluatedProperties": True}, {**OPEN, "additionalProperties": True}),
+        ({"allOf": [OPEN], "unevaluatedProperties": True}, {"allOf": [OPEN]}),
         (
             {**OPEN, "additionalProperties": TEXT, "unevaluatedProperties": False},
             {**OPEN, "additionalProperties": TEXT},
@@ -74,6 +75,13 @@ def test_keywords_without_effect_are_dropped(schema: dict[str, Any], expected: d
 )
 def test_what_restricts_something_or_is_no_schema_stays(schema: dict[str, Any]) -> None:
     assert plain_schema(schema) == schema
+
+
+@pytest.mark.parametrize("key", ["additionalProperties", "unevaluatedProperties"])
+@pytest.mark.parametrize("value", [True, {}])
+def test_an_object_that_takes_others_is_not_closed(key: str, value: Any) -> None:
+    stored = json.loads(read_schema({**OPEN, key: value}, "f").text)
+    assert stored == {**OPEN, "additionalProperties": value}
 
 
 NAMES = st.sampled_from(["a", "b"])
