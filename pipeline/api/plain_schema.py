@@ -52,7 +52,10 @@ def _plain(schema: Any) -> Any:
     if isinstance(form, str) and form not in FORMATS:
         del made["format"]
     narrow_bounds(made)
-    _without_conditions(made)
+    if "if" not in made:
+        for key in _IF:
+            made.pop(key, None)
+    _without_dependencies(made)
     for key, other, evaluating in _UNEVALUATED:
         if not isinstance(made.get(key), (bool, dict)):
             continue
@@ -60,16 +63,14 @@ def _plain(schema: Any) -> Any:
             made[other] = made.pop(key)  # also if every value matches: an object that says so is open
         elif _is_true(made[key]) or isinstance(made.get(other), (bool, dict)):
             del made[key]  # nothing is left to it
+    # A condition without a consequence still evaluates properties and elements.
+    if made.keys().isdisjoint((*_IF, *(key for key, _, _ in _UNEVALUATED))):
+        made.pop("if", None)
     return made
 
 
-def _without_conditions(made: dict[str, Any]) -> None:
-    """Remove conditions without a consequence, consequences without a condition, and dependencies on nothing."""
-    if made.keys().isdisjoint(_IF):
-        made.pop("if", None)
-    if "if" not in made:
-        for key in _IF:
-            made.pop(key, None)
+def _without_dependencies(made: dict[str, Any]) -> None:
+    """Remove dependencies on nothing, or on properties that are present in any case."""
     required = made.get("required")
     present = required if isinstance(required, list) else []
     for key in _DEPENDENCIES:

@@ -39,6 +39,7 @@ TEXT = {"type": "string"}
         ),
         ({"prefixItems": [TEXT], "unevaluatedItems": False}, {"prefixItems": [TEXT], "items": False}),
         ({**TEXT, "if": {"minLength": 1}}, TEXT),
+        ({**TEXT, "if": {}, "unevaluatedItems": True}, TEXT),
         ({**TEXT, "then": False, "else": False}, TEXT),
         ({**TEXT, "format": "password"}, TEXT),
         (
@@ -65,6 +66,7 @@ def test_keywords_without_effect_are_dropped(schema: dict[str, Any], expected: d
         {"type": "array", "uniqueItems": True},
         {**OBJECT, "dependentRequired": {"a": ["b"]}},
         {"allOf": [OPEN], "unevaluatedProperties": False},
+        {**OBJECT, "if": OPEN, "unevaluatedProperties": False},  # takes what the condition has evaluated
         {"type": "array", "contains": {}, "unevaluatedItems": False},
         {"type": "array", "unevaluatedItems": [{"format": "byte"}]},  # malformed
         {"not": TEXT},
