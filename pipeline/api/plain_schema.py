@@ -72,21 +72,21 @@ def _plain(schema: Any) -> Any:
 def _without_dependencies(made: dict[str, Any]) -> None:
     """Remove dependencies on nothing, or on properties that are present in any case."""
     required = made.get("required")
-    present = required if isinstance(required, list) else []
+    present = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
     for key in _DEPENDENCIES:
         given = made.get(key)
         if not isinstance(given, dict):
             continue
-        left = {name: one for name, one in given.items() if not _is_given(one, [name, *present])}
+        left = {name: one for name, one in given.items() if not _is_given(one, name, present)}
         if left:
             made[key] = left
         else:
             del made[key]
 
 
-def _is_given(dependency: Any, present: list[Any]) -> bool:
+def _is_given(dependency: Any, name: str, present: set[str]) -> bool:
     if isinstance(dependency, list):
-        return all(name in present for name in dependency)
+        return all(isinstance(one, str) and (one == name or one in present) for one in dependency)
     return _is_true(dependency)
 
 

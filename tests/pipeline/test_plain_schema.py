@@ -65,6 +65,7 @@ def test_keywords_without_effect_are_dropped(schema: dict[str, Any], expected: d
         {**OBJECT, "propertyNames": {"type": "integer"}},
         {"type": "array", "uniqueItems": True},
         {**OBJECT, "dependentRequired": {"a": ["b"]}},
+        {**OBJECT, "required": [{}, 1], "dependentRequired": {"a": [{}, 1]}},  # malformed
         {"allOf": [OPEN], "unevaluatedProperties": False},
         {**OBJECT, "if": OPEN, "unevaluatedProperties": False},  # takes what the condition has evaluated
         {"type": "array", "contains": {}, "unevaluatedItems": False},
@@ -77,6 +78,25 @@ def test_keywords_without_effect_are_dropped(schema: dict[str, Any], expected: d
 )
 def test_what_restricts_something_or_is_no_schema_stays(schema: dict[str, Any]) -> None:
     assert plain_schema(schema) == schema
+
+
+class Counted(str):
+    """A name that counts its comparisons with others."""
+
+    n_compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Counted.n_compared += 1
+        return str.__eq__(self, other)
+
+
+def test_dependencies_are_read_in_time_that_grows_with_their_number() -> None:
+    required = [Counted(f"p{index}") for index in range(1000)]
+    schema = {**OBJECT, "required": required, "dependentRequired": {f"q{index}": ["p999"] for index in range(1000)}}
+    Counted.n_compared = 0
+    assert "dependentRequired" not in plain_schema(schema)
+    assert Counted.n_compared <= 10_000
 
 
 @pytest.mark.parametrize("key", ["additionalProperties", "unevaluatedProperties"])
