@@ -12,6 +12,7 @@ those beyond the bounds: the gateway does this work in its event loop.
 from __future__ import annotations
 
 import json
+from itertools import count
 from typing import Any, NamedTuple
 
 from pipeline.api.schema_keywords import ANNOTATIONS, with_subschemas
@@ -62,6 +63,8 @@ class _Unions:
             if isinstance(root.get(key), dict)
             for name, one in root[key].items()
         }
+        names = (f"tagged-{index}" for index in count())
+        self._names = (name for name in names if f"#/$defs/{name}" not in self._definitions)  # of the next copies
         self._branches: dict[tuple[str, str], _Branch | None] = {}  # by reference and tag; None: none, or not yet
         self._n_left, self._n_unread, self._depth = MAX_COPIED, MAX_READ, 0
 
@@ -155,10 +158,7 @@ class _Unions:
         self._n_left -= len(json.dumps(branch.schema)) if self._n_left > 0 else 0
         if self._n_left <= 0 or not branch.schema.keys().isdisjoint(_NAMES):
             return None
-        index = len(self.copies)
-        while f"#/$defs/tagged-{index}" in self._definitions:
-            index += 1
-        name = f"tagged-{index}"
+        name = next(self._names)
         self.copies[name] = branch.schema
         self._definitions[f"#/$defs/{name}"] = branch.schema
         return _Branch({"$ref": f"#/$defs/{name}"}, branch.tags, (name, *branch.copies))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -94,6 +96,21 @@ def test_unions_beyond_the_bounds_stay_as_they_are() -> None:
     unions = {tag: union({"$ref": "#/$defs/many"}, tag=tag) for tag in tags}
     made = tagged_unions({"$defs": definitions, "properties": unions})["properties"]
     assert "anyOf" in made["t0"] and made["t299"] == unions["t299"]
+
+
+def test_names_that_are_taken_are_passed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def counted() -> Iterator[int]:
+        for index in itertools.count():
+            tried.append(index)
+            yield index
+
+    monkeypatch.setattr("pipeline.api.tagged_unions.count", counted)
+    taken = {f"tagged-{index}": {"type": "null"} for index in (0, 1, 3)}
+    made = tagged_unions({"$defs": {**taken, **DEFS}, **union(A, B)})
+    assert [one["$ref"] for one in made["anyOf"]] == ["#/$defs/tagged-2", "#/$defs/tagged-4"]
+    assert tried == [0, 1, 2, 3, 4]
 
 
 CHAIN = {f"d{index}": {"$ref": f"#/$defs/d{index + 1}"} for index in range(3000)}
