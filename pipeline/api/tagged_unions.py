@@ -6,7 +6,8 @@ tag of its own, no value matches two, and `anyOf` means the same.  What matches 
 
 A branch that is a reference to a definition without a required tag becomes one to a copy that requires it, because the
 definition may be used elsewhere.  Unions with tags that are not texts, or not distinct, stay as they are, and so do
-those beyond the bounds: the gateway does this work in its event loop.
+those beyond the bounds: the gateway does this work in its event loop.  So do those inside a schema with an `$id`,
+against which its references are resolved, not against the whole schema.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Branch(NamedTuple):
 def tagged_unions(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema with its discriminated unions as `anyOf`."""
     unions = _Unions(schema)
-    made: dict[str, Any] = unions.changed(schema)
+    made = unions.changed_inside(schema)
     while unions.waiting:
         name = unions.waiting.pop(0)
         unions.used[name] = unions.changed(unions.copies[name])
@@ -69,8 +70,9 @@ class _Unions:
         self._n_left, self._n_unread, self._depth = MAX_COPIED, MAX_READ, 0
 
     def changed(self, schema: Any) -> Any:
-        if not isinstance(schema, dict):
-            return schema
+        return self.changed_inside(schema) if isinstance(schema, dict) and not _has_own_base(schema) else schema
+
+    def changed_inside(self, schema: dict[str, Any]) -> dict[str, Any]:
         union = self._union(schema)
         # In a oneOf that stays, a branch that matches less could let another match more.
         return with_subschemas(schema if union is None else union, self.changed, without=("oneOf",))
@@ -115,7 +117,8 @@ class _Unions:
         return found
 
     def _requiring(self, schema: dict[str, Any], tag: str) -> _Branch | None:
-        keys = schema.keys() - ANNOTATIONS
+        has_own_base = _has_own_base(schema)
+        keys = set() if has_own_base else schema.keys() - ANNOTATIONS
         if keys == {"$ref"}:
             found = self._definition(schema["$ref"], tag)
             return None if found is None else _Branch({**schema, **found.schema}, found.tags, found.copies)
@@ -126,7 +129,7 @@ class _Unions:
                     return None
                 return _Branch({**schema, key: inner.branches}, inner.tags, inner.copies)
         properties, required = schema.get("properties"), schema.get("required", [])
-        tags = self._values(properties.get(tag)) if isinstance(properties, dict) else None
+        tags = self._values(properties.get(tag), has_own_base) if isinstance(properties, dict) else None
         kinds = schema.get("type", ["object"])
         if (
             not tags
@@ -166,13 +169,18 @@ class _Unions:
     def _target(self, reference: Any) -> Any:
         return self._definitions.get(reference) if isinstance(reference, str) else None
 
-    def _values(self, schema: Any) -> frozenset[str] | None:
+    def _values(self, schema: Any, has_own_base: bool) -> frozenset[str] | None:
         """The texts that the schema of a tag allows, None if they are not listed."""
         if isinstance(schema, dict) and schema.keys() - ANNOTATIONS == {"$ref"}:
-            schema = self._target(schema["$ref"])
+            schema = None if has_own_base or _has_own_base(schema) else self._target(schema["$ref"])
         if not isinstance(schema, dict):
             return None
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             return None
         return frozenset(values)
+
+
+def _has_own_base(schema: dict[str, Any]) -> bool:
+    """Whether references in the schema, which is inside another, are resolved against its own `$id`."""
+    return isinstance(schema.get("$id"), str)

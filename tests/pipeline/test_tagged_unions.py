@@ -49,6 +49,12 @@ def test_definitions_that_require_their_tag_are_used_as_they_are() -> None:
     assert tagged_unions(schema)["$defs"] == schema["$defs"]
 
 
+def test_the_base_of_the_whole_schema_is_that_of_its_references() -> None:
+    assert "oneOf" not in tagged_unions({"$id": "https://a.example/", "$defs": DEFS, **union(A, B)})
+    own = {"A": {**DEFS["A"], "required": ["kind"], "$id": "https://a.example/"}, "B": DEFS["B"]}
+    assert tagged_unions({"$defs": own, **union(A, B)})["anyOf"][0] == A
+
+
 def test_the_branches_of_a_union_are_closed_as_other_objects() -> None:
     made = json.loads(read_schema({"$defs": DEFS, "properties": {"u": union(A, B)}}, "f").text)
     assert made["$defs"]["tagged-0"]["additionalProperties"] is False
@@ -133,6 +139,11 @@ CHAIN = {f"d{index}": {"$ref": f"#/$defs/d{index + 1}"} for index in range(3000)
         {"$defs": {"A": {**DEFS["A"], "$anchor": "a"}}, **union(A)},
         {"$defs": {"A": A}, **union(A)},
         {"$defs": {"A": {**DEFS["A"], "description": "x" * MAX_COPIED}}, **union(A)},
+        {"$defs": DEFS, "properties": {"a": {"$id": "https://a.example/", "$defs": DEFS, **union(A, B)}}},
+        {"$defs": DEFS, "items": {"$id": "https://a.example/", "items": union(A, B)}},
+        {"$defs": DEFS, **union({"$id": "https://a.example/", **union(A)}, B)},
+        {"$defs": {"A": {"const": "a"}}, **union({"properties": {"kind": {"$id": "https://a.example/", **A}}})},
+        {"$defs": {"A": {"const": "a"}}, **union({"properties": {"kind": A}, "$id": "https://a.example/"})},
         {"$defs": CHAIN, **union({"$ref": "#/$defs/d0"})},
         {"default": union(branch("a"), branch("b")), "enum": [union(branch("a"))]},
         {"oneOf": [{"properties": {"u": union(branch("a"), branch("b"))}}, {"type": "null"}]},
