@@ -1,16 +1,18 @@
 """Times and dates of a JSON Schema without those that many readers refuse: the second 60, and the year 0.
 
 Both are allowed by the formats as the library of grammars has them.  The schemas of answers and of tools' arguments go
-through here before they become grammars.
+through here before they become grammars.  Schemas below unknown keywords are rewritten as well, because a reference may
+lead there: `#/components/schemas/NAME`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from pipeline.api.schema_keywords import BY_NAME
+
 _SECONDS, _YEARS = "^[^:]*:[^:]*:[0-5]", "^(000[1-9]|00[1-9]|0[1-9]|[1-9])"
 _PLAIN = {"time": (_SECONDS,), "date": (_YEARS,), "date-time": (_SECONDS, _YEARS)}
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum", "default", "examples", "example")  # keywords whose values are no schemas
 
 
@@ -25,7 +27,7 @@ def plain_times(schema: Any) -> Any:
         return schema
     made: dict[str, Any] = {}
     for key, value in schema.items():
-        if key in _BY_NAME and isinstance(value, dict):
+        if key in BY_NAME and isinstance(value, dict):
             made[key] = {name: plain_times(one) for name, one in value.items()}
         else:
             made[key] = value if key in _VALUES else plain_times(value)
