@@ -20,8 +20,8 @@ from pipeline.api.schema_keywords import ANNOTATIONS, with_subschemas
 
 MAX_COPIED = 65_536  # characters of JSON of the definitions that are copied; unions beyond stay as they are
 MAX_DEPTH = 64  # of unions and references within one another in a branch: the recursion stays far from Python's bound
-# Branches, tags and required properties that are read for all unions together: some 50 ms.  A schema of 64 KiB has a
-# few thousand, but each of its unions may read them again, for another tag.
+# Branches, tags, required properties and names of copies that are read for all unions together: some 50 ms.  A schema
+# of 64 KiB has a few thousand, but each of its unions may read them again, for another tag.
 MAX_READ = 65_536
 _DEFINITIONS = ("$defs", "definitions")
 _NAMES = ("$id", "id", "$anchor", "$dynamicAnchor")  # of a definition; a copy would have the same
@@ -101,7 +101,7 @@ class _Unions:
                 return None
             branches.append(branch)
         n_tags = sum(len(one.tags) for one in branches)
-        self._n_unread -= n_tags
+        self._n_unread -= n_tags + sum(len(one.copies) for one in branches)
         tags: frozenset[str] = frozenset().union(*(one.tags for one in branches))
         copies = tuple(dict.fromkeys(name for one in branches for name in one.copies))
         return _Union([one.schema for one in branches], tags, copies, n_tags == len(tags))
@@ -137,7 +137,7 @@ class _Unions:
             or "object" not in (kinds if isinstance(kinds, list) else [kinds])
         ):
             return None
-        self._n_unread -= len(tags) + len(required)
+        self._n_unread -= len(required)
         made = schema if kinds == "object" else {**schema, "type": "object"}
         return _Branch(made if tag in required else {**made, "required": [*required, tag]}, tags)
 
@@ -176,6 +176,7 @@ class _Unions:
         if not isinstance(schema, dict):
             return None
         values = [schema["const"]] if "const" in schema else schema.get("enum")
+        self._n_unread -= len(values) if isinstance(values, list) else 0
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             return None
         return frozenset(values)

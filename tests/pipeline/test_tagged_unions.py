@@ -104,6 +104,22 @@ def test_unions_beyond_the_bounds_stay_as_they_are() -> None:
     assert "anyOf" in made["t0"] and made["t299"] == unions["t299"]
 
 
+@pytest.mark.parametrize(
+    "costly",
+    [
+        {"properties": {"kind": {"$ref": "#/$defs/tags"}}, "required": "kind"},  # malformed, after its tags
+        {"anyOf": [{"$ref": "#/$defs/many"}] * 100},  # each with the names of 300 copies
+    ],
+)
+def test_what_is_read_in_vain_counts(costly: dict[str, Any]) -> None:
+    members = {f"L{index}": branch("a") for index in range(300)}
+    many = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in members]}
+    definitions = {**members, "many": many, "tags": {"enum": [str(index) for index in range(1000)]}}
+    unions = {f"p{index}": union(costly) for index in range(70)}
+    made = tagged_unions({"$defs": definitions, "properties": {**unions, "last": union(branch("a"))}})
+    assert "oneOf" in made["properties"]["last"]
+
+
 def test_names_that_are_taken_are_passed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
