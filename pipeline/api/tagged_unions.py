@@ -8,6 +8,9 @@ A branch that is a reference to a definition without a required tag becomes one 
 definition may be used elsewhere.  Unions with tags that are not texts, or not distinct, stay as they are, and so do
 those beyond the bounds: the gateway does this work in its event loop.  So do those inside a schema with an `$id`,
 against which its references are resolved, not against the whole schema.
+
+In a `oneOf` that stays, a branch that matches less could let another match more.  Its branches stay as they are, and if
+one of them has a reference, which may lead to any definition, so does the whole schema.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ def tagged_unions(schema: dict[str, Any]) -> dict[str, Any]:
     while unions.waiting:
         name = unions.waiting.pop(0)
         unions.used[name] = unions.changed(unions.copies[name])
+    if unions.is_referring:
+        return schema
     if unions.used:
         given = made.get("$defs")
         made["$defs"] = {**(given if isinstance(given, dict) else {}), **unions.used}
@@ -68,13 +73,15 @@ class _Unions:
         self._names = (name for name in names if f"#/$defs/{name}" not in self._definitions)  # of the next copies
         self._branches: dict[tuple[str, str], _Branch | None] = {}  # by reference and tag; None: none, or not yet
         self._n_left, self._n_unread, self._depth = MAX_COPIED, MAX_READ, 0
+        self.is_referring = False  # a oneOf that stays has a reference
 
     def changed(self, schema: Any) -> Any:
         return self.changed_inside(schema) if isinstance(schema, dict) and not _has_own_base(schema) else schema
 
     def changed_inside(self, schema: dict[str, Any]) -> dict[str, Any]:
         union = self._union(schema)
-        # In a oneOf that stays, a branch that matches less could let another match more.
+        if union is None and "oneOf" in schema and '"$ref"' in json.dumps(schema["oneOf"]):
+            self.is_referring = True
         return with_subschemas(schema if union is None else union, self.changed, without=("oneOf",))
 
     def _union(self, schema: dict[str, Any]) -> dict[str, Any] | None:
