@@ -30,7 +30,6 @@ KEEPALIVE_FD_VARIABLE = "STARLING_KEEPALIVE_FD"
 PARENT_VARIABLE = "STARLING_PARENT_PID"
 ORPHANS_VARIABLE = "STARLING_KILL_ORPHANS"  # set: stages whose server was killed end at once, without draining
 AWAITED_VARIABLE = "STARLING_AWAITED"  # set: requests wait for the models of the server
-MAX_FILES = 1 << 20  # bound of the descriptors that `close_files` closes, where the limit is higher
 _KEEPALIVE = struct.Struct("<I?3x")  # its size is a power of two, so no read of 4096 bytes splits a record
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -154,11 +153,24 @@ def file_limit() -> int:
 
 
 def close_files(keep: int = -1) -> None:
-    """Close all descriptors above that of stderr but `keep`: for a fork that is to hold nothing of its parent."""
-    end = min(file_limit(), MAX_FILES)
-    if keep > 2:
-        os.closerange(3, keep)
-    os.closerange(max(3, keep + 1), end)
+    """Close all files above stderr but `keep`: for a fork that is to hold nothing of its parent. Raises `OSError`.
+
+    Their descriptors stay, as ones of /dev/null.  Objects of the parent that this process still has, such as maps of
+    files, close the number that they know when they end: by then it must not be another file's, such as an arena's.
+    """
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd not in (keep, null) and _is_open(fd):
+            os.dup2(null, fd, inheritable=False)
+    os.close(null)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:  # it was that of the list
+        return False
+    return True
 
 
 def open_child_signal_fd() -> int:

@@ -271,3 +271,33 @@ def test_the_limit_of_open_files_is_raised_to_the_hard_one() -> None:
         assert process.file_limit() == before[1]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+# A map of a file keeps a descriptor of it. The child lets go of its parent's files, opens others, and drops the map.
+FORK = """
+import mmap, os, sys
+from pipeline.runtime import process
+with open(sys.argv[1], "rb") as file:
+    map_ = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+reader, writer = os.pipe()
+pid = os.fork()
+if pid == 0:
+    process.close_files()
+    opened = [os.open(sys.argv[1], os.O_RDONLY) for _ in range(64)]
+    assert bytes(map_) == b"content"
+    del map_
+    for fd in opened:
+        os.fstat(fd)
+    others = [fd for fd in range(3, 300) if fd not in opened and os.path.exists(f"/proc/self/fd/{fd}")]
+    os._exit(3 if {os.readlink(f"/proc/self/fd/{fd}") for fd in others} - {"/dev/null"} else 0)
+os.close(writer)
+assert os.read(reader, 1) == b""  # the child's end is closed as well
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_what_a_fork_keeps_of_its_parent_closes_no_file_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    done = subprocess.run([sys.executable, "-c", FORK, str(path)], capture_output=True, text=True, timeout=LONG_S)
+    assert done.returncode == 0, done.stderr
