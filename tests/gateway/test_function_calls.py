@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -80,6 +81,20 @@ def test_types_follow_from_the_schemas() -> None:
     )
 
 
+def test_the_work_on_schemas_is_bounded() -> None:
+    """A hundred references at each of eight levels: 10 ** 16 paths."""
+    parameters = {
+        "properties": {"x": {"$ref": "#/$defs/A"}, "y": {"type": "integer"}, "z": {"type": [["string"], {}, "array"]}},
+        "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}] * 100}},
+    }
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("a", "b")]
+    begun = time.process_time()
+    assert parameter_types(tools) == ()  # nothing is known behind what is not read
+    assert time.process_time() - begun < 1.0
+    parameters["properties"] = dict(reversed(parameters["properties"].items()))
+    assert parameter_types(tools[:1]) == (("a", "z", "array"), ("a", "y", "number"))
+
+
 VALUES: list[tuple[str, str, Any]] = [
     ("path", "a/b.py", "a/b.py"),
     ("path", "5", "5"),
@@ -110,6 +125,9 @@ VALUES: list[tuple[str, str, Any]] = [
     ("note", "null", None),
     ("note", "nul", "nul"),
     ("note", "nullable", "nullable"),
+    ("note", "Berlin", "Berlin"),
+    ("note", "a null", "a null"),
+    ("note", "nnull", "nnull"),
     ("note", "", ""),
     ("level", "2.5", 2.5),
 ]

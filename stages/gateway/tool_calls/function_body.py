@@ -99,7 +99,8 @@ class FunctionBody:
     def _take(self, part: str, allowed: frozenset[str]) -> None:
         """More of a value."""
         self._text += part
-        if "string" not in allowed or (_NULL in allowed and _NULL.startswith(self._text)):
+        may_be_null = not self._is_open and _NULL in allowed and _NULL.startswith(self._text)
+        if "string" not in allowed or may_be_null:
             return  # the end shows what it is
         if self._text and not self._is_open:
             self._output += '"'
