@@ -53,11 +53,11 @@ def read(path: Path) -> dict[str, str]:
     except (FileNotFoundError, IsADirectoryError):  # some name a virtual environment so
         return {}
     found: dict[str, str] = {}
-    for number, line in enumerate(data.split(b"\n"), 1):
+    for number, line in enumerate(re.split(rb"\r\n|\n|\r", data), 1):
         if not (match := _ASSIGNMENT.match(line)) or not is_used(name := match[2].decode()):
             continue
         try:
-            found.update(_parsed(match[1]))
+            found[name] = _parsed(match[1])[name]
         except ValueError as error:
             if name.startswith(PREFIX):
                 reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)

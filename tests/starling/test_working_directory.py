@@ -153,6 +153,14 @@ def test_variables_of_the_env_file_that_starling_does_not_use_reach_no_process(t
     assert env_file.read(file) == dict.fromkeys(used, ".")
 
 
+def test_lines_of_the_env_file_end_as_on_other_systems_and_have_one_variable(tmp_path: Path) -> None:
+    file = tmp_path / ".env"
+    file.write_bytes(b"DEBUG=1\rSTARLING_A=1\rPYTHONPATH=.\r\nSTARLING_B=2\r\n")
+    assert env_file.read(file) == {"STARLING_A": "1", "STARLING_B": "2"}
+    file.write_text("STARLING_A=1\u2028LD_PRELOAD=a.so\n")
+    assert env_file.read(file) == {"STARLING_A": "1"}
+
+
 @pytest.mark.parametrize(("command", "is_warned"), [("up", True), ("config", False), ("down", False)])
 def test_an_env_file_that_this_user_cannot_read_stops_no_command(tmp_path: Path, command: str, is_warned: bool) -> None:
     (tmp_path / ".env").symlink_to(".env")  # root cannot read it either
