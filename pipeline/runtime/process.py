@@ -23,6 +23,8 @@ EXIT_USAGE = 2  # invalid arguments of a command; click's own code
 EXIT_CONFIG = 78  # EX_CONFIG: a restart cannot help; the supervisor gives up at once
 EXIT_ORPHANED = 70  # the parent process has ended
 
+MAX_FILES = 1 << 20  # descriptors that are closed one by one, where the limit is higher
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -153,13 +155,19 @@ def file_limit() -> int:
 
 
 def close_files(keep: int = -1) -> None:
-    """Close all files above stderr but `keep`: for a fork that is to hold nothing of its parent. Raises `OSError`.
+    """Close all files above stderr but `keep`: for a fork that is to hold nothing of its parent.
 
     Their descriptors stay, as ones of /dev/null.  Objects of the parent that this process still has, such as maps of
     files, close the number that they know when they end: by then it must not be another file's, such as an arena's.
     """
-    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for fd in map(int, os.listdir("/proc/self/fd")):
+    try:
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        found = os.listdir("/proc/self/fd")
+    except OSError:  # there are as many as there may be, or no /proc
+        os.closerange(3, max(3, keep))
+        os.closerange(max(3, keep + 1), min(file_limit(), MAX_FILES))
+        return
+    for fd in map(int, found):
         if fd > 2 and fd not in (keep, null) and _is_open(fd):
             os.dup2(null, fd, inheritable=False)
     os.close(null)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import select
@@ -301,3 +302,19 @@ def test_what_a_fork_keeps_of_its_parent_closes_no_file_of_its_own(tmp_path: Pat
     path.write_bytes(b"content")
     done = subprocess.run([sys.executable, "-c", FORK, str(path)], capture_output=True, text=True, timeout=LONG_S)
     assert done.returncode == 0, done.stderr
+
+
+def test_files_are_closed_where_none_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> list[str]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        monkeypatch.setattr(os, "listdir", refuse)
+        process.close_files(keep=reader)
+        os._exit(0 if os.path.exists(f"/proc/self/fd/{reader}") else 3)
+    os.close(writer)
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
