@@ -35,7 +35,7 @@ from starling.cli.forked_program import can_fork
 from starling.cli.users_lock import LastUser
 run_dir = Path(sys.argv[1])
 lock = StageLock(run_dir, "up")
-signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
+signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"asked to end\\n"))  # it may interrupt a `print`
 user = LastUser(run_dir)
 print(can_fork(["starling"]), flush=True)
 while sys.stdin.readline() == "goes on?\\n":
