@@ -57,11 +57,13 @@ def read(path: Path) -> dict[str, str]:
         if not (match := _ASSIGNMENT.match(line)) or not is_used(name := match[2].decode()):
             continue
         try:
-            found[name] = _parsed(match[1])[name]
+            parsed = _parsed(match[1])
         except ValueError as error:
             if name.startswith(PREFIX):
                 reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
                 raise ConfigError(f"{path}, line {number}: {reason}: expected NAME=VALUE, or quotes that end") from None
+        else:
+            found |= {name: parsed[name]} if name in parsed else {}  # the parser breaks lines at more characters
     return found
 
 

@@ -159,6 +159,8 @@ def test_lines_of_the_env_file_end_as_on_other_systems_and_have_one_variable(tmp
     assert env_file.read(file) == {"STARLING_A": "1", "STARLING_B": "2"}
     file.write_text("STARLING_A=1\u2028LD_PRELOAD=a.so\n")
     assert env_file.read(file) == {"STARLING_A": "1"}
+    file.write_text("STARLING_A\f=1\nSTARLING_B=2\n")
+    assert env_file.read(file) == {"STARLING_B": "2"}
 
 
 @pytest.mark.parametrize(("command", "is_warned"), [("up", True), ("config", False), ("down", False)])
