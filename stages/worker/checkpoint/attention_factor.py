@@ -1,6 +1,6 @@
 """Finds prepared GGUF files of which an older release ignored the attention factor, and prepares them again.
 
-Such an index does not say whether its file has a factor, so the file is read, once.  `starling prepare`, `up` and
+Such an index does not say whether its file has a factor, so the file is read, once.  `starling prepare`, `up`,
 `publish` and `Embedded` call `apply_factor` before stages open the index.  A worker keeps the index, which fits the
 arenas that other stages have made for it, and calls `warn_if_ignored`: stages of systemd, and models that are loaded on
 demand, have no `starling up` that prepares them.  A checkpoint without its GGUF file stays as it is.
