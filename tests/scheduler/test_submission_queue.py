@@ -7,10 +7,14 @@ from array import array
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline.protocol.messages import Sampling
 from stages.scheduler.core.row_scheduler import PREFETCH
 from stages.scheduler.policy.output_lengths import OutputLengths
+from stages.scheduler.policy.tenant import Tenant
+from stages.scheduler.policy.wait_estimate import Load
 
 from .peers import submission
 from .world import GATEWAY, World
@@ -89,6 +93,52 @@ def test_outputs_that_could_not_stop_refuse_no_other_tenants_request(ends: str) 
         world.run_until_idle()
         world.collect()
     assert 60 < world.engine.stats.expected_output < 80
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_work_of_shedding_grows_with_the_number_of_tenants(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
+    """Each tenant's waiting work is summed up a few times, however many tenants there are."""
+    world = World(batch=1, max_queue_depth=1000)
+    learned(world)
+    n_sums = 0
+    work_us = Load.work_us
+
+    def counted(load: Load, tenant: Tenant) -> float:
+        nonlocal n_sums
+        n_sums += 1
+        return work_us(load, tenant)
+
+    monkeypatch.setattr(Load, "work_us", counted)
+    n_tenants = 60
+    for i in range(n_tenants):
+        world.submit(submission(f"s{i}", [1, 2, 3], 50, tenant=f"t{i}", deadline_ms=200_000))
+    world.run_round()
+    if is_late:
+        world.set_cost(10_000_000.0, 1.0, 0.001)
+    n_sums, n_waiting = 0, world.engine.queues.depth
+    assert n_waiting > n_tenants / 2
+    world.engine.submissions.shed(world.now)
+    assert n_tenants / 2 < n_sums <= 4 * n_tenants
+    assert (world.engine.queues.depth < n_waiting) == is_late
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60), st.booleans()), max_size=12), st.data())
+def test_a_load_follows_removed_sequences(sequences: list[tuple[int, int, bool]], data: st.DataObject) -> None:
+    """What `changed` leaves is what a new sum has."""
+    world = World(batch=1, max_queue_depth=1000)
+    world.set_cost(4000.0, 10.0, 0.001)
+    for i, (tenant, outputs, endless) in enumerate(sequences):
+        frame = submission(f"s{i}", [1, 2, 3], outputs, tenant=f"t{tenant}")
+        world.submit(msgspec.structs.replace(frame, sampling=Sampling(ignore_eos=endless)))
+    queues, waits = world.engine.queues, world.engine.waits
+    load = waits.load()
+    for tenant in list(queues.tenants.values()):
+        for waiting in queues.in_order(tenant):
+            if data.draw(st.booleans()):
+                world.cancel(waiting.id)
+        load.changed(tenant)
+    for tenant in queues.tenants.values():
+        assert waits.backlog_s(tenant, load) == pytest.approx(waits.backlog_s(tenant), abs=1e-9)
 
 
 @pytest.mark.parametrize("place", ["new", "waiting", "scheduled"])
@@ -344,6 +394,17 @@ def test_a_full_queue_answers_with_the_time_to_wait():
     for name in ("one", "another"):  # its first sequence gets a row at once
         world.submit(submission(name, [1], 5, tenant="quiet"))
     assert [frame.sequence for _, frame in world.engine.outbox.rejected] == ["s6", "s5"], "the newest makes room"
+
+
+def test_a_request_of_several_sequences_gets_places_in_a_queue_that_another_tenant_has_filled() -> None:
+    world = World(batch=1, max_queue_depth=8)
+    world.engine.detached(world.now)
+    for i in range(8):
+        world.submit(submission(f"a{i}", [1, 2], 100))
+    for name in ("b/0", "b/1"):
+        world.submit(submission(name, [1], 5, tenant="b"))
+    assert [frame.sequence for _, frame in world.engine.outbox.rejected] == ["a7", "a6"]
+    assert "b/0" in world.engine.table.live and "b/1" in world.engine.table.live
 
 
 def test_a_full_queue_of_one_tenant_does_not_affect_others():

@@ -176,16 +176,24 @@ class SubmissionQueue:
         if self._queues.depth <= n_begin:
             return
         begun = {sequence.request for sequence in self._table.scheduled}
+        load = self._waits.load()
         for tenant in [tenant for tenant in self._queues.tenants.values() if tenant.waiting]:
-            retry_s = self._waits.retry_after_s(tenant)
-            for sequence, takes_s in list(self._waits.too_late(tenant, now, SHED_MARGIN, n_begin)):
-                if not sequence.outputs and sequence.request not in begun:
-                    left_s = sequence.deadline - now
-                    message = (
-                        f"it would take {takes_s:.1f} s more, and {left_s:.1f} s of the request's time are left "
-                        "(server.request_timeout_ms); try again later"
-                    )
-                    self._table.reject(sequence, Refusal("OVERLOADED", message, "", retry_s))
+            late = [
+                (sequence, takes_s)
+                for sequence, takes_s in self._waits.too_late(tenant, load, now, SHED_MARGIN, n_begin)
+                if not sequence.outputs and sequence.request not in begun
+            ]
+            if not late:
+                continue
+            retry_s = self._waits.retry_after_s(tenant, load)
+            for sequence, takes_s in late:
+                left_s = sequence.deadline - now
+                message = (
+                    f"it would take {takes_s:.1f} s more, and {left_s:.1f} s of the request's time are left "
+                    "(server.request_timeout_ms); try again later"
+                )
+                self._table.reject(sequence, Refusal("OVERLOADED", message, "", retry_s))
+            load.changed(tenant)
 
     @property
     def _is_estimated(self) -> bool:

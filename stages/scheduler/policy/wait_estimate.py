@@ -38,14 +38,18 @@ class WaitEstimate:
         self._cost = cost
         self._stats = stats
 
-    def retry_after_s(self, tenant: Tenant) -> float:
-        """When to send a refused request again: `tenant`'s backlog is done then. Whole seconds, at least 1."""
-        return max(1.0, math.ceil(self.backlog_s(tenant)))
+    def load(self) -> Load:
+        """What all tenants have to compute now."""
+        return Load(self._max_batch_size, self._queues, self._table, self._stats.expected_output, *self._costs_us())
 
-    def backlog_s(self, tenant: Tenant) -> float:
-        """Seconds until the waiting sequences of `tenant` are done."""
-        output_us, prompt_us = self._costs_us()
-        return self._done_s(tenant, output_us, prompt_us)(self._work_us(tenant, output_us, prompt_us))
+    def retry_after_s(self, tenant: Tenant, load: Load | None = None) -> float:
+        """When to send a refused request again: `tenant`'s backlog is done then. Whole seconds, at least 1."""
+        return max(1.0, math.ceil(self.backlog_s(tenant, load)))
+
+    def backlog_s(self, tenant: Tenant, load: Load | None = None) -> float:
+        """Seconds until the waiting sequences of `tenant` are done. `load`: as it is now; None: it is summed up."""
+        load = load or self.load()
+        return load.done_s(tenant)(load.work_us(tenant))
 
     def run_s(self, frame: Submit) -> float:
         """Expected computing time of a new sequence in a full batch."""
@@ -56,15 +60,15 @@ class WaitEstimate:
         return (outputs * output_us * self._max_batch_size + len(frame.prompt) // 4 * self._n_groups * prompt_us) * 1e-6
 
     def too_late(
-        self, tenant: Tenant, now: float, margin: float, n_begin: int = 0
+        self, tenant: Tenant, load: Load, now: float, margin: float, n_begin: int = 0
     ) -> Iterator[tuple[SequenceState, float]]:
         """The waiting sequences of `tenant` that will miss their deadline, and the seconds that each would take.
 
         Sequences behind one that is yielded are estimated without it.  A sequence is late if it would take more than
         `margin` times its remaining time.  The first `n_begin` are not late: their batch may be far from full.
         """
-        output_us, prompt_us = self._costs_us()
-        done_s = self._done_s(tenant, output_us, prompt_us)
+        output_us, prompt_us = load.output_us, load.prompt_us
+        done_s = load.done_s(tenant)
         mean, ahead_us = self._stats.expected_output, 0.0
         for place, sequence in enumerate(self._queues.in_order(tenant)):
             outputs = _outputs(sequence, mean)
@@ -74,27 +78,6 @@ class WaitEstimate:
                 yield sequence, takes_s
             else:
                 ahead_us += outputs * output_us + fresh_us
-
-    def _work_us(self, tenant: Tenant, output_us: float, prompt_us: float) -> float:
-        """Computing time of the waiting sequences of `tenant`."""
-        endless = tenant.endless_backlog
-        stopping = (tenant.waiting - tenant.endless) * self._stats.expected_output
-        outputs = min(stopping, tenant.output_backlog - endless) + endless
-        return outputs * output_us + tenant.prompt_backlog * prompt_us
-
-    def _done_s(self, tenant: Tenant, output_us: float, prompt_us: float) -> Callable[[float], float]:
-        """Seconds until `tenant` has had so many us of computing time, as a function of these."""
-        n, scheduled, mean = self._max_batch_size, self._table.scheduled, self._stats.expected_output
-        active = [t for t in self._queues.tenants.values() if t.is_active]
-        others_us = sum(self._work_us(t, output_us, prompt_us) for t in active if t is not tenant)
-        others_us += sum(max(0, s.run.length - s.run.planned) for s in scheduled) * prompt_us
-        outputs = [_outputs(s, mean) for s in scheduled]
-        others_us += sum(outputs) * output_us
-        share = tenant.weight / (sum(t.weight for t in active if t is not tenant) + tenant.weight)
-        # Until a sequence of the running batch ends: the harmonic mean, because a long one keeps no other from ending.
-        typical = len(outputs) / sum(1 / max(1.0, left) for left in outputs) if outputs else 0.0
-        first_us = typical * output_us * n / 2
-        return lambda own_us: min(others_us + own_us, own_us / share + first_us) * 1e-6
 
     def _costs_us(self) -> tuple[float, float]:
         """Cost of an output token in a full batch, and of a prompt token (some of which the cache has).
@@ -108,6 +91,60 @@ class WaitEstimate:
         step_us = cost.predict(in_step, round(in_step * length))
         prompt_us = (cost.token_us + cost.position_us * length / 2) * self._stats.mean_fresh
         return step_us / (in_step * self._n_groups) * cost.pace, prompt_us / self._n_groups * cost.pace
+
+
+class Load:
+    """What the tenants of a model have to compute, summed up once, so that an estimate for each tenant costs O(1).
+
+    It is as the queues were when it was made; `changed` follows a tenant whose waiting sequences have become fewer.
+    """
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        queues: TenantQueues,
+        table: SequenceTable,
+        expected_output: float,
+        output_us: float,
+        prompt_us: float,
+    ) -> None:
+        """`output_us`, `prompt_us`: cost of an output token in a full batch, and of a prompt token."""
+        self.output_us, self.prompt_us = output_us, prompt_us
+        self._expected_output = expected_output
+        scheduled = table.scheduled
+        outputs = [_outputs(sequence, expected_output) for sequence in scheduled]
+        fresh = sum(max(0, sequence.run.length - sequence.run.planned) for sequence in scheduled)
+        self._scheduled_us = fresh * prompt_us + sum(outputs) * output_us
+        # Until a sequence of the running batch ends: the harmonic mean, because a long one keeps no other from ending.
+        typical = len(outputs) / sum(1 / max(1.0, left) for left in outputs) if outputs else 0.0
+        self._first_us = typical * output_us * max_batch_size / 2
+        active = [tenant for tenant in queues.tenants.values() if tenant.is_active]
+        self._waiting_us = {tenant.name: self.work_us(tenant) for tenant in active}
+        self._weights = {tenant.name: tenant.weight for tenant in active}
+        self._all_waiting_us = sum(self._waiting_us.values())
+        self._all_weights = sum(self._weights.values())
+
+    def work_us(self, tenant: Tenant) -> float:
+        """Computing time of the waiting sequences of `tenant`, as they are now."""
+        endless = tenant.endless_backlog
+        stopping = (tenant.waiting - tenant.endless) * self._expected_output
+        outputs = min(stopping, tenant.output_backlog - endless) + endless
+        return outputs * self.output_us + tenant.prompt_backlog * self.prompt_us
+
+    def done_s(self, tenant: Tenant) -> Callable[[float], float]:
+        """Seconds until `tenant` has had so many us of computing time, as a function of these."""
+        name, first_us = tenant.name, self._first_us
+        others_us = self._all_waiting_us - self._waiting_us.get(name, 0.0) + self._scheduled_us
+        share = tenant.weight / (self._all_weights - self._weights.get(name, 0.0) + tenant.weight)
+        return lambda own_us: min(others_us + own_us, own_us / share + first_us) * 1e-6
+
+    def changed(self, tenant: Tenant) -> None:
+        """Waiting sequences of `tenant` have been removed."""
+        work_us = self.work_us(tenant)
+        self._all_waiting_us += work_us - self._waiting_us.get(tenant.name, 0.0)
+        self._waiting_us[tenant.name] = work_us
+        if not tenant.is_active:
+            self._all_weights -= self._weights.pop(tenant.name, 0.0)
 
 
 def _outputs(sequence: SequenceState, mean: float) -> float:
