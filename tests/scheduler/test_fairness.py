@@ -5,6 +5,7 @@ Measured by simulation: the product's engine with computed step times (tools/sim
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -20,6 +21,7 @@ from stages.scheduler.core.settings import Settings
 from stages.scheduler.policy.pacing import PacingPolicy
 from stages.scheduler.policy.priority import HEAD_START_S, MAX_HEAD_START_S, head_start_s
 from stages.scheduler.policy.queues import QUANTUM, QueueFullError, TenantQueues
+from stages.scheduler.policy.tenant import Tenant
 from tests.properties import examples
 from tools.simulate import Machine, Simulation, closed_loop, main, percentile, poisson, report
 
@@ -246,11 +248,49 @@ def test_bounds_of_the_queue_and_of_a_tenant():
     with pytest.raises(QueueFullError, match=r"at most 3 \(rate_limits.max_queue_depth\)"):
         queues.make_room(a)
     queues.push(sequence(queues, "b0", "b", order=9))
+    out = queues.make_room(b)
+    assert out is not None
+    assert out.id == "a2", "the newest sequence of the longest queue is removed for a tenant with less than its part"
+    queues.remove(out)
+    queues.push(sequence(queues, "b1", "b", order=10))
     with pytest.raises(QueueFullError, match=r"4 sequences wait, at most 4 \(scheduler.max_queue_depth\)"):
         queues.make_room(b)
     out = queues.make_room(queues.tenant("c"))
     assert out is not None
-    assert out.id == "a2", "the newest sequence of the longest queue is removed for a tenant with none"
+    assert out.id == "b1", "or for one with none"
+
+
+@given(st.integers(2, 24), st.integers(0, 24), st.sampled_from([0.5, 1.0, 3.0]))
+def test_a_full_queue_is_divided_by_weight(depth: int, n_quiet: int, weight: float) -> None:
+    """Several sequences of a tenant get places that another one has taken, up to its part of the queue."""
+    queues, order = TenantQueues(depth, 0, lambda name: weight if name == "quiet" else 1.0), itertools.count()
+    quiet, busy = queues.tenant("quiet"), queues.tenant("busy")
+
+    def fill(name: str, tenant: Tenant, n: int) -> int:
+        """Add `n` sequences; the number of refused ones."""
+        n_refused = 0
+        for i in range(n):
+            try:
+                removed = queues.make_room(tenant)
+            except QueueFullError:
+                n_refused += 1
+                continue
+            if removed is not None:
+                assert removed.tenant is not tenant
+                queues.remove(removed)
+            queues.push(sequence(queues, f"{name}{i}", tenant.name, order=next(order)))
+        return n_refused
+
+    assert fill("busy", busy, depth) == 0
+    n_refused = fill("quiet", quiet, n_quiet)
+    assert queues.depth == depth and quiet.waiting + n_refused == n_quiet
+    if n_refused:  # one more would be more than its part, and less for the other one
+        assert quiet.waiting and (quiet.waiting + 1) / weight > busy.waiting - 1
+    if quiet.waiting > 1:
+        assert quiet.waiting / weight <= busy.waiting
+    n_quiet = quiet.waiting
+    fill("late", busy, 2 * depth)  # what was given is not taken back, but for the tenant's own part
+    assert quiet.waiting in {n_quiet, n_quiet - 1}
 
 
 # ------------------------------------------------------------------ traffic

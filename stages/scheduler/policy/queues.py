@@ -8,8 +8,9 @@ behind a flood.
 
 Within a tenant sequences are ordered by arrival; priority is worth a bounded head start (priority.py).
 
-Bounds: `max_depth` sequences in all, `max_tenant_depth` for each tenant.  A full queue never locks out a tenant that
-has nothing in it: the newest sequence of the tenant with the longest queue for its weight is removed instead.
+Bounds: `max_depth` sequences in all, `max_tenant_depth` for each tenant.  A full queue is divided by weight: a tenant
+that has nothing in it, or less than its part, gets the place of the newest sequence of the tenant with the longest
+queue for its weight.
 """
 
 from __future__ import annotations
@@ -84,9 +85,11 @@ class TenantQueues:
         if self.depth < self.max_depth:
             return None
         longest = max(self.tenants.values(), key=lambda t: (t.waiting * t.inverse, t.name), default=None)
-        if tenant.waiting or longest is None or longest.waiting < 2:
+        if longest is None or longest is tenant or longest.waiting < 2 or not _may_replace(tenant, longest):
             raise QueueFullError(f"{self.depth} sequences wait, at most {self.max_depth} (scheduler.max_queue_depth)")
-        candidates = (s for s in self._waiting if s.tenant is longest and not s.outputs)
+        candidates = [s for s in self._waiting if s.tenant is longest and not s.outputs]
+        if tenant.waiting and not candidates:
+            raise QueueFullError(f"{self.depth} sequences wait, at most {self.max_depth} (scheduler.max_queue_depth)")
         return max(candidates, key=lambda s: (s.request not in begun, s.key), default=None)
 
     def push(self, sequence: SequenceState) -> None:
@@ -172,6 +175,11 @@ class TenantQueues:
         """Virtual time of the least served active tenant: idle time is not saved up."""
         active = [t.served for t in self.tenants.values() if t.is_active]
         return min(active) if active else max((t.served for t in self.tenants.values()), default=0.0)
+
+
+def _may_replace(tenant: Tenant, longest: Tenant) -> bool:
+    """Whether `tenant`, with one sequence more, has at most as many for its weight as `longest` with one less."""
+    return not tenant.waiting or (tenant.waiting + 1) * tenant.inverse <= (longest.waiting - 1) * longest.inverse
 
 
 def _count(sequence: SequenceState, sign: int) -> None:
