@@ -51,7 +51,7 @@ class DraftLength:
 
 
 class TextSource(DraftLength, ABC):
-    """A source for one sequence. O(1) for each token that has become known since the last call."""
+    """A source for one sequence. The time of a call is bounded, however many tokens are known."""
 
     __slots__ = ("_expected",)
 
