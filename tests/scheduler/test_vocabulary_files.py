@@ -25,6 +25,7 @@ from stages.scheduler.policy.admission import Refusal
 from stages.scheduler.stage import SchedulerStage
 
 from .peers import submission
+from .vocabularies import vocabulary
 
 FRAME = ModelVocabulary("m@2", b"ab", b"\1\0\0\0\2\0\0\0", b"", (0,))
 
@@ -190,6 +191,25 @@ def test_a_constraint_of_an_unloaded_version_ends_no_trial_process(tmp_path: Pat
             answers += f.decode_answers(packet)
     why = "the model has been unloaded"
     assert answers == [f.Begun(1), f.Vetted(1, why), f.Begun(2), f.Vetted(2, why)]
+
+
+def test_a_model_without_an_end_token_ends_no_trial_process(tmp_path: Path) -> None:
+    path = tmp_path / "vocabulary.msgpack"
+    path.write_bytes(msgspec.msgpack.encode(msgspec.structs.replace(vocabulary(), eos_ids=())))
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, its:
+        frames = [f.Vocabulary("m", str(path)), *(f.Vet(i, "m", Constraint("regex", "a", "regex")) for i in (1, 2))]
+        for packet in f.packets(frames):
+            ours.send(packet)
+        ours.shutdown(socket.SHUT_WR)
+        helper_main.serve_vet(its.fileno())
+        its.close()
+        answers = []
+        while packet := ours.recv(1 << 16):
+            answers += f.decode_answers(packet)
+    assert [answer.id for answer in answers if isinstance(answer, f.Begun)] == [1, 2]
+    refusals = [answer.error for answer in answers if isinstance(answer, f.Vetted)]
+    assert len(refusals) == 2 and all("no end token" in refusal for refusal in refusals)
 
 
 def test_the_stage_stores_a_vocabulary_at_a_tick_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

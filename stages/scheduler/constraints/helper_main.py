@@ -62,7 +62,11 @@ def serve_vet(fd: int) -> None:
                     _send(fd, [f.Begun(frame.id), f.Vetted(frame.id, "the model has been unloaded")])
                     continue
                 if frame.version not in tokenizers:
-                    tokenizers[frame.version] = grammar.make_tokenizer(known)
+                    try:
+                        tokenizers[frame.version] = grammar.make_tokenizer(known)
+                    except grammar.GrammarError as error:  # no constraint works with this model
+                        _send(fd, [f.Begun(frame.id), f.Vetted(frame.id, str(error))])
+                        continue
                 _send(fd, [f.Begun(frame.id)])
                 _send(fd, [vet(tokenizers[frame.version], frame)])
 
