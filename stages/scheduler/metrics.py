@@ -93,20 +93,30 @@ class TenantMetrics:
         self._named: set[str] = set()  # tenants with a series
 
     def remove(self, engine: Engine) -> None:
-        """The engine's version was unloaded."""
-        self._past = self._totals([engine])
+        """The engine's version was unloaded. Tenants without a series of their own are added up: names are bounded."""
+        past = self._totals([engine])
+        self._past = Counter[str]()
+        for name, total in past.items():
+            self._past[self._series(name)] += total
 
     def export(self, metrics: Metrics, engines: Iterable[Engine]) -> None:
         """Write all values."""
         others = 0
         for name, total in self._totals(engines).items():
-            if name in self._named or (name != OTHER and len(self._named) < MAX_SERIES - 1):
-                self._named.add(name)
-                metrics.set("starling_tenant_tokens_total", total, name)
-            else:
+            if (series := self._series(name)) == OTHER:
                 others += total
+            else:
+                metrics.set("starling_tenant_tokens_total", total, series)
         if others:
             metrics.set("starling_tenant_tokens_total", others, OTHER)
+
+    def _series(self, name: str) -> str:
+        """The series of a tenant: the first ones have one each."""
+        if name not in self._named:
+            if name == OTHER or len(self._named) >= MAX_SERIES - 1:
+                return OTHER
+            self._named.add(name)
+        return name
 
     def _totals(self, engines: Iterable[Engine]) -> Counter[str]:
         totals = Counter(self._past)
