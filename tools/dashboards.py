@@ -24,7 +24,8 @@ VARIABLES = {
     "agent": ("starling_agent_degraded", "instance"),
 }
 
-FAILED = rate("starling_requests_total", f'{OF_SERVER}, status=~"5..|429"') + " or vector(0)"
+# Probes and scrapes are left out: /ready answers 503 while the server is drained.
+FAILED = rate("starling_requests_total", f'{OF_SERVER}, endpoint=~"/v1/.*", status=~"5..|429"') + " or vector(0)"
 ACCEPTED = rate("starling_draft_tokens_total", f'{OF_MODEL}, outcome="accepted"', "model")
 HITS = rate("starling_kv_cache_hits_total", OF_MODEL, "model")
 MISSES = rate("starling_kv_cache_misses_total", OF_MODEL, "model")
