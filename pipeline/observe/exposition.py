@@ -116,11 +116,16 @@ def _stage_families(run_dir: Path, processes: ProcessTotals | None, unready: Col
     """Families about the stages themselves, from their status records, and about their other processes."""
     up = Metrics("", None)
     (processes or ProcessTotals(up)).measure(run_dir, up)
+    recorded = set[str]()
     for record in status.read_all(run_dir):
         is_ready = record.alive and record.ready and record.stage not in unready
         up.set("starling_stage_up", float(record.alive), record.stage)
         up.set("starling_stage_ready", float(is_ready), record.stage)
         up.set("starling_stage_restarts_total", record.restarts, record.stage)
+        recorded.add(record.stage)
+    for stage in set(unready) - recorded:  # it has not begun, or its process has ended in order
+        up.set("starling_stage_up", 0.0, stage)
+        up.set("starling_stage_ready", 0.0, stage)
     return up.snapshot()
 
 

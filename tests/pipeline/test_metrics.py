@@ -283,6 +283,9 @@ def test_stages_report_readiness_and_resource_use(config: Config) -> None:
     assert found["starling_edge_bytes_total", (("direction", "sent"), ("edge", "scheduler-kv"), kv)] == 0
     loop.close()
     assert ("starling_stage_up", (kv,)) not in scrape(config)
+    missing = exposition.render(config, unready={"kv"}).decode()
+    assert 'starling_stage_up{stage="kv"} 0.0' in missing
+    assert 'starling_stage_ready{stage="kv"} 0.0' in missing
 
 
 def test_a_full_disk_keeps_the_previous_snapshot(tmp_path: Path) -> None:
