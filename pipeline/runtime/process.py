@@ -46,6 +46,8 @@ _IN_ATTRIB, _IN_MOVED_TO = 0x4, 0x80
 # signal which comes after the last of them, just before the system call, runs when the call returns.
 LOST_SIGNAL_S = 5.0
 
+STOP_S = 30.0  # from the end of the drain time to the end of a service, for systemd
+
 _epoch_ns = 0
 
 
@@ -250,6 +252,14 @@ def sd_notify(state: str) -> bool:
         except OSError:
             return False
     return True
+
+
+def notify_stopping(drain_s: float) -> None:
+    """Notify systemd that the service finishes its work, for up to `drain_s` seconds; then it has STOP_S more to end.
+
+    The limit of the unit (TimeoutStopSec) holds if it is longer: EXTEND_TIMEOUT_USEC never shortens it (sd_notify(3)).
+    """
+    sd_notify(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={int((drain_s + STOP_S) * 1e6)}")
 
 
 def watchdog_interval_s() -> float:

@@ -258,7 +258,7 @@ class StageRuntime:
             self.stopping = True
             self._stopping_since = self.clock()
             self.mark_active()  # peers that stop, too, wait for the heartbeat that reports it
-            process.sd_notify("STOPPING=1")
+            process.notify_stopping(self.config.server.drain_timeout_ms / 1000)
 
     @property
     def drained(self) -> bool:

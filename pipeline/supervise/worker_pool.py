@@ -396,7 +396,7 @@ class WorkerPool(SupervisorBase):
             process.sd_notify("WATCHDOG=1")
         if self.stop_requests and self._stops_sent == 0:
             self._stops_sent = 1
-            process.sd_notify("STOPPING=1")
+            process.notify_stopping(self._drain_s)
         if not self._is_ready_sent:
             ready = {record.stage for record in status.read_all(self._run_dir) if record.alive and record.ready}
             given_up = {key for key, member in self._members.items() if member.has_given_up}

@@ -267,7 +267,10 @@ def test_systemd_is_notified_of_readiness_and_liveness(
         loop.tick()
         assert heard() == [b"WATCHDOG=1"]
         loop.stop()
-        assert heard() == [b"STOPPING=1"]
+        drain_us = config.server.drain_timeout_ms * 1000
+        (stopping,) = heard()
+        assert stopping.startswith(b"STOPPING=1\nEXTEND_TIMEOUT_USEC=")
+        assert int(stopping.partition(b"USEC=")[2]) >= drain_us + 20_000_000
         loop.close()
 
 
