@@ -1,7 +1,8 @@
 """How often a stage has been restarted: `RUN_DIR/STAGE.restarts`, so that the number outlives its supervisor.
 
-The file has the number that the next start of the stage begins with. It is written by the supervisor, or by the stage
-itself where systemd starts it again, and removed when the whole server has stopped.
+The file has the number that the next start of the stage begins with, and " begun" behind it unless the last run has
+ended in order. It is written by the supervisor, or by the stage itself where systemd starts it again, and removed when
+the whole server has stopped.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ from pipeline.files import replace_file
 from pipeline.runtime import run_dir
 
 RESTARTS_VARIABLE = "STARLING_RESTARTS"  # in the environment of a stage; its record has the number
-MAX_BYTES = 20
+MAX_BYTES = 30
+BEGUN = " begun"
 
 
 class RestartCount:
     """Of one stage. A number that cannot be stored is lost with the supervisor; the stage runs all the same."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """`path`: None: it ends with the supervisor."""
+        """`path`: None: it ends with the supervisor. `follows_death`: the stage has run, and did not end in order."""
         self._path = path
-        self.number = _read(path) if path is not None else 0
+        self.number, self.follows_death = _read(path) if path is not None else (0, False)
 
     def started(self) -> None:
         """The stage starts: if it is killed with its supervisor, their successors begin with one more."""
-        self._write(self.number + 1)
+        self._write(f"{self.number + 1}{BEGUN}")
 
     def restarted(self) -> None:
         """The stage is restarted."""
@@ -37,12 +39,12 @@ class RestartCount:
 
     def stopped(self) -> None:
         """The stage and its supervisor end in order: the next start is none that a failure has caused."""
-        self._write(self.number)
+        self._write(f"{self.number}")
 
-    def _write(self, number: int) -> None:
+    def _write(self, text: str) -> None:
         if self._path is not None:
             with contextlib.suppress(OSError):
-                replace_file(self._path, str(number).encode())
+                replace_file(self._path, text.encode())
 
 
 def path_of(directory: Path, stage: str) -> Path:
@@ -57,10 +59,11 @@ def open_count(config: Config, stage: str) -> RestartCount:
     return RestartCount(path_of(paths.run_dir(config), stage))
 
 
-def _read(path: Path) -> int:
-    """The number in the file; 0: there is none."""
+def _read(path: Path) -> tuple[int, bool]:
+    """The number in the file, and whether the run that wrote it has not ended in order; (0, False): there is none."""
     try:
         with path.open("rb") as file:
-            return max(0, int(file.read(MAX_BYTES)))
+            text = file.read(MAX_BYTES).decode()
+        return max(0, int(text.removesuffix(BEGUN))), text.endswith(BEGUN)
     except (OSError, ValueError):
-        return 0
+        return 0, False

@@ -57,7 +57,11 @@ def stage(name: str, model: str) -> int:
     count.started()
     os.environ.setdefault(RESTARTS_VARIABLE, str(count.number))
     code = guarded(run)
-    if code == process.EXIT_OK:
+    if code == process.EXIT_CONFIG and count.follows_death:
+        code = (
+            process.EXIT_FATAL
+        )  # it has run, so the cause may be temporary; the unit does not restart a stage after 78
+    if code in (process.EXIT_OK, process.EXIT_CONFIG):
         count.stopped()
     cleanup.sweep(paths.run_dir(config), paths.arena_dir(config))
     return code

@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.observe.status import read_all
+from pipeline.runtime import run_dir
+from pipeline.runtime.process import EXIT_CONFIG, EXIT_FATAL
 from pipeline.runtime.run_dir import StageLock
+from pipeline.supervise.restart_count import RestartCount, path_of
 
 pytestmark = pytest.mark.slow
 
@@ -55,3 +58,25 @@ def test_starts_by_systemd_are_counted(tmp_path: Path) -> None:
         third.send_signal(signal.SIGTERM)
         assert third.wait(LIMIT_S) == 0
         assert not list((tmp_path / "run").glob("*.restarts"))
+
+
+def test_a_start_that_fails_is_final_only_if_the_stage_has_not_died(tmp_path: Path) -> None:
+    """A unit does not start a stage again after code 78; the address of a stage that has run may come back."""
+    config = {"server": {"host": "192.0.2.7", "arena_dir": str(tmp_path / "arenas")}}  # RFC 5737: no machine has it
+    (tmp_path / "starling.yaml").write_text(json.dumps(config))
+    environment = {**os.environ, "STARLING_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment |= {"NOTIFY_SOCKET": str(tmp_path / "notify"), "STARLING_CONFIG": str(tmp_path / "starling.yaml")}
+    run_dir.prepare(tmp_path / "run")
+    lock = StageLock(tmp_path / "run", "kv")  # another stage runs: the server has not stopped
+
+    def code() -> int:
+        command = [sys.executable, "-m", "starling", "stage", "gateway"]
+        return subprocess.run(command, env=environment, cwd=tmp_path, timeout=LIMIT_S).returncode
+
+    try:
+        assert [code(), code()] == [EXIT_CONFIG, EXIT_CONFIG]
+        count = RestartCount(path_of(tmp_path / "run", "gateway"))
+        count.started()  # and dies
+        assert [code(), code()] == [EXIT_FATAL, EXIT_FATAL]
+    finally:
+        lock.release()
