@@ -28,7 +28,6 @@ from starling.cli.run_command import run_command, run_program
 GATEWAY = "gateway"
 LONGEST = ("worker", "tokenizer", GATEWAY)  # take longest until they are ready, once all stages are imported
 _read: tuple[object, Config] | None = None  # with the settings of the environment, and the directory, that it is for
-_has_config: set[str] = set()  # stages whose first supervisor has been started
 _LINE = re.compile(r'(?:PATH="\$PATH:\$PWD/\.venv/bin" )?exec starling supervise ([a-z]+)')
 
 
@@ -101,17 +100,16 @@ def _program(command: str, env: Mapping[str, str] | None, cwd: str | None) -> An
 
 
 def _config_for(stage: str, env: Mapping[str, str], cwd: str | None) -> Config | None:
-    """The configuration for the first supervisor of a stage; None: it reads its own, and reports what is wrong with it.
+    """The configuration for the supervisor of a stage; None: it reads its own, and reports what is wrong with it.
 
-    It is read once for all of them: a process that reads it gets private copies of all pages that this touches. The
-    successor of a supervisor that was killed reads what the file holds then.
+    It is read once for all of them: a process that reads it gets private copies of all pages that this touches, and the
+    successor of a supervisor that was killed must not have another one than the other stages, should the file change.
     """
     from starling.cli.stage import STAGES
 
     global _read
-    if stage in _has_config or stage not in STAGES:
+    if stage not in STAGES:
         return None
-    _has_config.add(stage)
     settings = {name: value for name, value in env.items() if name.startswith((PREFIX, ALIAS_PREFIX))}, cwd
     if _read is None or _read[0] != settings:
         with contextlib.suppress(ConfigError, OSError):
