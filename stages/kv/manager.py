@@ -226,9 +226,13 @@ class Manager:
             lease.pages += self._table.get_new_pages(missing, lease.root, lease.serial, now, lease.born_ns)
         return Grant(tuple(lease.pages), lease.n_shared * self.page_tokens)
 
-    def remove(self, hashes: Sequence[PageHash]) -> None:
-        """Drop the pages of these places, in the arena and in page files, unless sequences hold them."""
-        self.pool.remove(group_hash(page_hash, group) for page_hash in hashes for group in range(self.groups.n_groups))
+    def remove(self, freed: Sequence[tuple[PageHash, int]]) -> None:
+        """Drop the pages of the places (hash, most uses) in the arena and in page files, unless sequences hold them.
+
+        A page of the arena that more sequences than these have held stays: requests without a session share it.
+        """
+        names = ((group_hash(one, group), most) for one, most in freed for group in range(self.groups.n_groups))
+        self.pool.remove(name for name, most in names if self.pool.uses(name) <= most)
 
     def is_suspect(self, sequence: str) -> bool:
         """Whether the sequence's lease was refused, and the scheduler has not released it yet."""

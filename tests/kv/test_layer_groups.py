@@ -168,7 +168,8 @@ def test_a_session_that_is_closed_frees_the_pages_of_all_groups() -> None:
     w.run("a", TOKENS)
     w.release("a")
     assert w.m.pool.cached == 120
-    w.m.remove(prefix_hash.page_hashes(w.m.root_hash_of(""), np.array(TOKENS, np.int32), PAGE_TOKENS)[::-1])
+    hashes = prefix_hash.page_hashes(w.m.root_hash_of(""), np.array(TOKENS, np.int32), PAGE_TOKENS)
+    w.m.remove([(page_hash, 1) for page_hash in reversed(hashes)])
     assert w.m.count() == (123, 0, 0)
 
 

@@ -175,6 +175,17 @@ def test_copies_on_disk_expire_with_their_pages(tmp_path: Path) -> None:
     store.close()
 
 
+def test_the_end_of_a_session_drops_no_page_that_other_requests_share() -> None:
+    w = World()
+    w.run("a", words(1, 2))
+    w.run("b", words(1, 2))
+    w.run("turn 1", words(1, 2, 3))
+    w.run("turn 2", words(1, 2, 3, 4))
+    w.m.remove([(page_hash, 2) for page_hash in w.m.sharable_hashes(np.array(words(1, 2, 3, 4), np.int32))[::-1]])
+    assert w.counts() == (6, 2, 0)
+    assert w.run("c", words(1, 2, 3)) == 2
+
+
 def test_fragmentation_is_the_share_of_leased_positions_without_a_token() -> None:
     w = World()
     assert w.m.fragmentation() == 0

@@ -188,9 +188,9 @@ def test_pages_that_other_sessions_have_are_not_freed(sessions: SessionStore) ->
     sessions.close("t", "a")
     sessions.check()
     chain = prefix_hash.page_hashes(ROOTS(""), np.array(shared + [2] * PAGE_TOKENS, np.int32), PAGE_TOKENS)
-    assert sessions.freed == [chain[1]]
+    assert sessions.freed == [(chain[1], 1)]
     sessions.close("t", "b")
-    assert sessions.freed[-1] == chain[0]
+    assert sessions.freed[-1] == (chain[0], 1)
     sessions.check()
 
 

@@ -363,6 +363,11 @@ class PagePool:
                 count += 1
         return count
 
+    def uses(self, page_hash: PageHash) -> int:
+        """Sequences that have held a page of the arena; 0: it is not there."""
+        page = self.table.get_cached_page(page_hash)
+        return 0 if page is None else self.headers.uses(page)
+
     def invalidate(self, page: int) -> None:
         """A cached page, which a sequence may hold, was found damaged."""
         self._report_damage(page)

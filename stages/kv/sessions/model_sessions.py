@@ -18,11 +18,11 @@ from pathlib import Path
 from pipeline.errors import Conflict, ModelUnavailable, StarlingError
 from pipeline.files import DiskErrors
 from pipeline.protocol import messages as m
-from shm.prefix_hash import PageHash, RootHasher
+from shm.prefix_hash import RootHasher
 from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_files import SessionFiles
 from stages.kv.sessions.session_moves import MOVED
-from stages.kv.sessions.session_store import SessionStore
+from stages.kv.sessions.session_store import FreedPage, SessionStore
 from stages.kv.storage.persist import KEPT_VERSIONS
 
 log = logging.getLogger("starling.kv")
@@ -182,9 +182,9 @@ class ModelSessions:
         for store in self._stores.values():
             store.expire()
 
-    def take_freed(self) -> list[PageHash]:
-        """Hashes of pages that no session has any more, since the last call."""
-        freed: list[PageHash] = []
+    def take_freed(self) -> list[FreedPage]:
+        """Pages that no session has any more, since the last call."""
+        freed: list[FreedPage] = []
         for store in self._stores.values():
             freed += store.freed
             store.freed.clear()

@@ -20,6 +20,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,6 +45,13 @@ EMPTY_S = 600  # a session without any turn is kept for this time
 UNSURE_S = 30.0
 
 
+class FreedPage(NamedTuple):
+    """A page that no session has any more."""
+
+    page_hash: PageHash
+    turns: int  # of the last session that had it: as many sequences have held the page for it, at most
+
+
 def _new_id() -> str:
     return "sess-" + secrets.token_urlsafe(18)
 
@@ -66,7 +74,7 @@ class SessionStore:
         self._page_tokens = page_tokens
         self.clock = clock
         self._new_id = new_id
-        self.freed: list[PageHash] = []  # the caller frees these pages and clears the list
+        self.freed: list[FreedPage] = []  # the caller frees these pages and clears the list
         self._sessions: dict[tuple[str, str], Session] = {}  # HELD and ARRIVED
         self.tombstones: dict[tuple[str, str], Session] = {}  # MOVED and SETTLED
         self._owners: Counter[PageHash] = Counter()  # number of sessions with a page of this hash
@@ -278,7 +286,8 @@ class SessionStore:
             return
         del self._sessions[key]
         self._count(session, -1, -len(session.tokens))
-        self.freed += [page_hash for page_hash in reversed(session.page_hashes) if self._release(page_hash)]
+        lost = [page_hash for page_hash in reversed(session.page_hashes) if self._release(page_hash)]
+        self.freed += [FreedPage(page_hash, session.turns) for page_hash in lost]
         session.page_hashes.clear()
 
     def check_room(self, tenant: str) -> None:

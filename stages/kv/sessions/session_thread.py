@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 from pipeline.errors import InternalError, Overloaded, StarlingError
 from pipeline.protocol import messages as m
-from shm.prefix_hash import PageHash, RootHasher
+from shm.prefix_hash import RootHasher
 from stages.kv.sessions.model_sessions import ModelSessions, answer
 from stages.kv.sessions.session_bounds import SessionBounds
+from stages.kv.sessions.session_store import FreedPage
 
 log = logging.getLogger("starling.kv")
 
@@ -33,7 +34,7 @@ class SessionResult(NamedTuple):
 
     holder: bytes  # peer that `reply` is for
     reply: m.Frame | None
-    freed: list[PageHash]  # pages that no session has any more
+    freed: list[FreedPage]  # pages that no session has any more
     finish: Callable[[], object] | None = None  # to be called in the loop
 
 
