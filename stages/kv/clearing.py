@@ -59,6 +59,10 @@ class Clearing:
             manager, geometry = pages.manager, pages.geometry
             if manager is None or geometry is None:
                 continue
+            while pages.manager is manager and not manager.pool.table.may_free:
+                yield False  # until the scheduler has named its leases
+            if pages.manager is not manager:
+                continue
             others: frozenset[PageHash] = frozenset()
             if owner is not None:
                 others = manager.owners.others(owner, manager.root_hash_of, owners)

@@ -14,7 +14,7 @@ Invariants (`check`):
     free + cached + leased == total
     a hash finds at most one page, which is full; a page has at most one hash
     a page that two leases hold has a hash
-    no page is granted between a restart and the reconciliation
+    no page is granted, and none becomes free, between a restart and the reconciliation
     the pages that a lease does not hold (NO_PAGE) are those of its first places, and computed
 
 A sequence whose layers all have a sliding window holds the pages that its next position reads, and those behind them:
@@ -292,7 +292,7 @@ class Manager:
                 refused.append(lease.sequence)
         new_claims = [claim for claim in claim_of.values() if claim.sequence not in self.leases]
         refused += [claim.sequence for claim in new_claims if not self._take_over(claim)]
-        self._table.free_unclaimed()
+        self.pool.free_unclaimed()
         self.is_reconciled = True
         return refused
 

@@ -25,7 +25,7 @@ class Store:
 
 
 def begin(store: Store) -> Clearing:
-    table = SimpleNamespace(total=0, get_cached_page=lambda page_hash: None)
+    table = SimpleNamespace(total=0, may_free=True, get_cached_page=lambda page_hash: None)
     pages: Any = SimpleNamespace(
         manager=SimpleNamespace(pool=SimpleNamespace(table=table, headers=None, shrink=lambda: None)),
         geometry=SimpleNamespace(page_bytes=1),

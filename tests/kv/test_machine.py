@@ -313,6 +313,9 @@ class Rules(RuleBasedStateMachine):
         self.manager.is_reconciled = False
         self.manager.check()
         assert isinstance(self.manager.acquire("early", np.array([1], np.int32), 1), Denial)
+        before = self.manager.count()
+        assert self.manager.pool.expire() == 0  # the scheduler may name any of these pages
+        assert self.manager.count() == before
 
         for i, who in enumerate(list(self.plain.held)):
             if i in lost:

@@ -38,6 +38,7 @@ class TableRules(RuleBasedStateMachine):
         super().__init__()
         self.arena = small_arena(TOTAL)
         self.table = PageTable(self.arena, self.policy)
+        self.may_free = True
         self.pages = [ModelPage() for _ in range(TOTAL)]
         self.now = 1000
         self.n_hashes = 0
@@ -112,6 +113,10 @@ class TableRules(RuleBasedStateMachine):
 
     @rule(page=st.integers(0, TOTAL - 1))
     def evict(self, page: int) -> None:
+        if not self.may_free:
+            with pytest.raises(ValueError, match="may hold cached pages"):
+                self.table.evict(page)
+            return
         if self.pages[page].state != CACHED:
             with pytest.raises(ValueError, match=f"page {page} is not cached"):
                 self.table.evict(page)
@@ -122,6 +127,10 @@ class TableRules(RuleBasedStateMachine):
     @rule(data=st.data())
     def evict_next(self, data: st.DataObject) -> None:
         order = self.table.evictable_pages()
+        if not self.may_free:
+            with pytest.raises(ValueError, match="may hold cached pages"):
+                self.table.evict_next(len(order))
+            return
         count = data.draw(st.integers(0, len(order)))
         saved: list[int] = []
         self.table.evict_next(count, saved.append)
@@ -158,18 +167,20 @@ class TableRules(RuleBasedStateMachine):
         adopted = scan(self.table.headers, TOTAL)
         assert adopted.n_torn == 0
         self.table.adopt(adopted.full, adopted.unclaimed)
+        self.may_free = False
         for model in self.pages:
             if model.state == LEASED:
                 model.state, model.refs = UNCLAIMED if model.page_hash is None else CACHED, 0
 
-    @precondition(lambda self: self._with_state(UNCLAIMED))
+    @precondition(lambda self: self._with_state(UNCLAIMED) or not self.may_free)
     @rule(data=st.data())
     def reconcile(self, data: st.DataObject) -> None:
-        claimed = data.draw(st.sets(st.sampled_from(self._with_state(UNCLAIMED, CACHED))))
+        claimed = data.draw(st.sets(st.sampled_from(self._with_state(UNCLAIMED, CACHED) or [-1]))) - {-1}
         for page in claimed:
             self.table.claim(page)
             self.pages[page].state, self.pages[page].refs = LEASED, 1
         self.table.free_unclaimed()
+        self.may_free = True
         for page in self._with_state(UNCLAIMED):
             self.pages[page] = ModelPage()
 

@@ -104,6 +104,7 @@ class PagePool:
         self.counters = PoolCounters()
         self._n_full = 0
         self._warmed: set[PageHash] = set()  # pages that were warmed and that no sequence has held since
+        self._to_remove: list[PageHash] = []  # when all sequences that may hold these pages are known
 
     @property
     def free(self) -> int:
@@ -331,9 +332,9 @@ class PagePool:
     def expire(self) -> int:
         """Free cached pages that were not used for the time to live, and remove their copies.
 
-        Returns the number of pages freed in the arena.
+        Returns the number of pages freed in the arena: none between a restart and the reconciliation.
         """
-        if not self.ttl_ns:
+        if not self.ttl_ns or not self.table.may_free:
             return 0
         before_ns = self.clock_ns() - self.ttl_ns
         pages = self.table.expired_pages(before_ns)
@@ -352,7 +353,13 @@ class PagePool:
         return len(pages)
 
     def remove(self, hashes: Iterable[PageHash]) -> int:
-        """Free the cached pages with these hashes and remove their copies. Returns the number of pages freed."""
+        """Free the cached pages with these hashes and remove their copies. Returns the number of pages freed.
+
+        After a restart that waits for the reconciliation.
+        """
+        if not self.table.may_free:
+            self._to_remove += hashes
+            return 0
         count = 0
         for page_hash in hashes:
             for store in self.stores:
@@ -362,6 +369,12 @@ class PagePool:
                 self.table.evict(page)
                 count += 1
         return count
+
+    def free_unclaimed(self) -> None:
+        """After a restart: all sequences are known."""
+        self.table.free_unclaimed()
+        hashes, self._to_remove = self._to_remove, []
+        self.remove(hashes)
 
     def uses(self, page_hash: PageHash) -> int:
         """Sequences that have held a page of the arena; 0: it is not there."""

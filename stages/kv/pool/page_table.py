@@ -16,6 +16,9 @@
         restart:  adopt      (nothing) -> CACHED, UNCLAIMED     claim            UNCLAIMED -> LEASED
                   invalidate CACHED -> UNCLAIMED (damaged)      free_unclaimed   UNCLAIMED -> FREE
 
+Between `adopt` and `free_unclaimed` a sequence that the scheduler has yet to name may hold a page that is CACHED here,
+and its steps read the page meanwhile: no page becomes free until then (`may_free`).
+
 After every operation free + cached + leased == total, and the headers agree.  Independent of tokens, sequences, disks
 and clocks.
 """
@@ -40,6 +43,7 @@ class PageTable:
         """`policy`: the order of eviction, see pipeline/eviction_order.py. `reserved`: see the attribute; None: all."""
         self.total, self._page_bytes = arena.pages.shape
         self.reserved = self.total if reserved is None else reserved  # the first pages have memory, the others are free
+        self.may_free = True  # all sequences that hold pages are known
         self.headers = PageHeaders(arena.headers)
         self._content = arena.pages.data.cast("B")  # of all pages
         self._states = bytearray(self.total)
@@ -234,7 +238,8 @@ class PageTable:
         self._hashes[page] = page_hash
 
     def evict(self, page: int) -> None:
-        """Free a cached page."""
+        """Free a cached page. Raises `ValueError` while `may_free` is False, as `evict_next`."""
+        self._check_may_free()
         if self._states[page] != CACHED:
             raise ValueError(f"page {page} is not cached")
         self._evictable.remove(page)
@@ -243,12 +248,17 @@ class PageTable:
 
     def evict_next(self, count: int, save: Callable[[int], None] | None = None) -> None:
         """Free `count` cached pages in the order of eviction; `save` is called with each one before."""
+        self._check_may_free()
         for _ in range(count):
             page = self._evictable.pop()
             if save is not None:
                 save(page)
             self._remove_hash(page)
             self._append_free(page)
+
+    def _check_may_free(self) -> None:
+        if not self.may_free:
+            raise ValueError("sequences that are not known yet may hold cached pages")
 
     # -------------------------------------------------------------- after a restart
 
@@ -258,6 +268,7 @@ class PageTable:
         `full`: pages with an intact header, the next one to evict first.  Of several with the same hash the first one
         is cached and the others are unclaimed.
         """
+        self.may_free = False
         states = self._states
         for page in unclaimed:
             states[page] = UNCLAIMED
@@ -297,6 +308,7 @@ class PageTable:
         for page in self.unclaimed_pages():
             self._append_free(page)
         self.headers.set_all_refs(self._refs)
+        self.may_free = True
 
     # -------------------------------------------------------------- state changes
 
