@@ -16,7 +16,7 @@ from shm import prefix_hash
 from stages.kv.lease import Grant
 from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_files import SUFFIX, SessionFiles, parse
-from stages.kv.sessions.session_store import EMPTY_S, SessionStore
+from stages.kv.sessions.session_store import EMPTY_S, UNSURE_S, SessionStore
 from tests.kv.world import DIGEST, GEOMETRY, PAGE_TOKENS, Clock, FakeRows, contents, manager, small_arena
 
 ME, OTHER = b"gateway-1", b"gateway-2"
@@ -86,6 +86,8 @@ def test_a_session_whose_first_turn_was_aborted_is_removed(sessions: SessionStor
     clock.now += EMPTY_S - 1
     assert sessions.begin(OTHER, "t", "b", resume=1).turn == 1
     sessions.drop_holder(OTHER)
+    clock.now += EMPTY_S - 1
+    assert sessions.expire() == 0
     clock.now += 1
     assert sessions.expire() == 1
     assert list(tmp_path.glob("*" + SUFFIX)) == []
@@ -177,6 +179,55 @@ def test_closed_and_expired_sessions_are_removed(sessions: SessionStore, clock: 
     with pytest.raises(NotFound):
         sessions.close("t", "c")
     assert list(tmp_path.glob("*" + SUFFIX)) == []
+
+
+@pytest.mark.parametrize("who", ["this process", "its gateway"])
+def test_a_turn_in_progress_past_the_time_to_live_survives_a_kill(tmp_path: Path, clock: Time, who: str) -> None:
+    sessions = open_sessions(tmp_path, clock)
+    sessions.begin(ME, "t", "a", create=True, ttl_s=3)
+    sessions.commit(ME, "t", "a", 1, 0, raw(1, 2))
+    clock.now += 2
+    sessions.begin(ME, "t", "a")
+    clock.now += 2
+    if who == "this process":
+        sessions = open_sessions(tmp_path, clock)
+    else:
+        sessions.drop_holder(ME)
+    assert sessions.expire() == 0
+    assert sessions.holds("t", "a")
+    clock.now += UNSURE_S - 1  # within which the successor says that the turn goes on
+    assert sessions.begin(OTHER, "t", "a", resume=2).turn == 2
+    clock.now += 100
+    assert sessions.expire() == 0
+    sessions.commit(OTHER, "t", "a", 2, 2, raw(3))
+    clock.now += 3
+    assert sessions.expire() == 1
+
+
+def test_a_session_whose_turn_no_process_continues_expires(tmp_path: Path, clock: Time) -> None:
+    sessions = open_sessions(tmp_path, clock)
+    sessions.begin(ME, "t", "a", create=True, ttl_s=3)
+    sessions.commit(ME, "t", "a", 1, 0, raw(1, 2))
+    sessions.begin(ME, "t", "a")
+    sessions = open_sessions(tmp_path, clock)
+    clock.now += UNSURE_S - 1
+    assert sessions.expire() == 0
+    clock.now += 1
+    assert sessions.expire() == 1
+
+
+def test_a_turn_that_fails_is_a_use(sessions: SessionStore, clock: Time) -> None:
+    """The session is as it was before the turn, with its whole time to live."""
+    sessions.begin(ME, "t", "a", create=True, ttl_s=60)
+    sessions.commit(ME, "t", "a", 1, 0, raw(1, 2))
+    clock.now += 59
+    sessions.begin(ME, "t", "a")
+    clock.now += 2
+    sessions.abort(ME, "t", "a", 2)
+    clock.now += 59
+    assert sessions.expire() == 0
+    clock.now += 1
+    assert sessions.expire() == 1
 
 
 def test_pages_that_other_sessions_have_are_not_freed(sessions: SessionStore) -> None:

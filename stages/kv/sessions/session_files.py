@@ -65,6 +65,8 @@ class Session:
     move: str = ""  # its last move
     changes: int = 0  # of the state, over all agents
     marked: float = 0.0  # when the state changed last, s since 1970
+    # When its last turn began, or ended without a commit, s since 1970. Not in its file, and not a part of what moves.
+    used: float = field(default=0.0, compare=False)
     # Until then a turn may be in progress of which this process has not heard yet, s since 1970.
     unsure_until: float = field(default=0.0, compare=False)
 

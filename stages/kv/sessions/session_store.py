@@ -2,8 +2,8 @@
 
 A session stores token ids and no pages: its pages are found by their hashes, as those of any request, so memory
 pressure can cost time but cannot change an answer.  A session has one turn at a time, and a turn that is not committed
-leaves no trace.  Closing and expiry drop the tokens; the hashes of pages that no other session has are collected in
-`freed`, so that the stage can free these pages at once.
+leaves its tokens as they were; it counts as a use all the same.  Closing and expiry drop the tokens; the hashes of
+pages that no other session has are collected in `freed`, so that the stage can free these pages at once.
 
 Turns are numbered and a commit names its turn.  A restarted kv stage does not know which turns are in progress: of two
 commits with the same number the first one wins and the second is a conflict.
@@ -41,7 +41,7 @@ from stages.kv.sessions.session_moves import ARRIVED, HELD, MOVED, SETTLED, TOMB
 
 EMPTY_S = 600  # a session without any turn is kept for this time
 # After a gateway or this process has died, its successor needs so long to say which turns are in progress: until then
-# these sessions do not move.
+# these sessions do not move and do not expire.
 UNSURE_S = 30.0
 
 
@@ -164,6 +164,7 @@ class SessionStore:
                 "there, or close the session",
                 param="session_id",
             )
+        session.used = self.clock()
         session.holder = holder
         return session
 
@@ -212,6 +213,7 @@ class SessionStore:
         session = self._sessions.get((tenant, session_id))
         if session is not None and session.holder == holder and session.turn == turn:
             session.holder = b""
+            session.used = self.clock()
             if not session.turns:
                 self.drop(session)
 
@@ -220,7 +222,8 @@ class SessionStore:
         for session in self._sessions.values():
             if session.holder == holder:
                 session.holder = b""
-                session.unsure_until = self.clock() + UNSURE_S
+                session.used = self.clock()
+                session.unsure_until = session.used + UNSURE_S
 
     # -------------------------------------------------------------- closing and expiry
 
@@ -380,7 +383,8 @@ class SessionStore:
         if session.state == SETTLED:
             return now - session.marked >= TOMBSTONE_S
         ttl_s = session.ttl_s if session.turns else min(session.ttl_s or EMPTY_S, EMPTY_S)
-        return bool(ttl_s) and not session.holder and now - session.last_use >= ttl_s
+        is_in_use = bool(session.holder) or now < session.unsure_until
+        return bool(ttl_s) and not is_in_use and now - max(session.last_use, session.used) >= ttl_s
 
     @staticmethod
     def _is_last(session: Session, base: int, tokens: bytes) -> bool:
