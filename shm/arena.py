@@ -356,6 +356,7 @@ class Arena:
             os.close(self._fd)
             self._fd = -1
             self.buffer = np.empty(0, np.uint8)
+            self._reserved = self._reserved.copy()  # a view as well: a reference to this object keeps no memory
 
     def unlink(self) -> None:
         """Remove the file; existing maps stay valid until they are closed."""

@@ -90,6 +90,7 @@ class Clearing:
                 yield True
         while any(store.is_removing for store in self._stores):
             yield False
+        self._stores.clear()  # a store leads to its arena, which would stay mapped when its version is unloaded
 
     def _clear_arena(self, pages: ModelPages, others: frozenset[PageHash], report: ClearedPages) -> Iterator[bool]:
         manager = pages.manager

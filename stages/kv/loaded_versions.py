@@ -189,6 +189,7 @@ class LoadedVersions:
             name, serial = loaded.version.name, loaded.version.serial
             older = [other.pages for other in self._versions_of(name) if other.version.serial < serial]
             loaded.pages.use_older_versions(older)
+            loaded.warming.forget_removed()
 
     def _may_open_files(self, loaded: LoadedVersion) -> bool:
         """Whether no other version of the model has the page files open or takes precedence."""

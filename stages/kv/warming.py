@@ -57,6 +57,12 @@ class Warming:
         self.pause()
         self._max_bytes = self._room = 0
         self._queue.clear()
+        self._listed.clear()
+
+    def forget_removed(self) -> None:
+        """Versions were removed: keep nothing that leads to their arenas, whose memory would not be free."""
+        self._listed = self._current(self._listed)
+        self._queue = deque(entry for entry in self._queue if self._is_current(entry[0]))
 
     def pause(self) -> None:
         """A request needs the disk."""
@@ -95,9 +101,8 @@ class Warming:
         """Rank the pages of sources that were not there before."""
         pool = manager.pool
         limit = min(self._room, pool.free)
-        sources = self._sources()
-        self._listed = [known for known in self._listed if any(known is _owner(source) for source in sources)]
-        for source in sources:
+        self._listed = self._current(self._listed)
+        for source in self._sources():
             if limit <= 0 or any(_owner(source) is known for known in self._listed):
                 continue
             if isinstance(source, OlderVersion):
@@ -111,9 +116,14 @@ class Warming:
     def _sources(self) -> list[OlderVersion | ThreadedPageStore]:
         return [*self._pages.older_versions, *self._pages.stores()]
 
+    def _current(self, owners: list[object]) -> list[object]:
+        """Those of `owners` that can be read."""
+        current = [_owner(source) for source in self._sources()]
+        return [owner for owner in owners if any(owner is one for one in current)]
+
     def _is_current(self, source: OlderVersion | ThreadedPageStore) -> bool:
         """Whether a source can be read: its version has not been removed, and its file not closed."""
-        return any(_owner(source) is _owner(current) for current in self._sources())
+        return bool(self._current([_owner(source)]))
 
     def _on_ranked(self, source: ThreadedPageStore, ranked: list[RankedPage]) -> None:
         self._n_listing -= 1

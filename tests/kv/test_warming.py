@@ -330,3 +330,25 @@ def test_a_version_that_was_removed_is_not_read(world: World, tmp_path: Path) ->
     assert new.manager.pool.counters.warmed == 1
     new.store.close()
     new.store.join(60)
+
+
+@pytest.mark.parametrize("is_ranked", [False, True])
+def test_a_version_that_was_removed_leaves_nothing_behind(world: World, tmp_path: Path, is_ranked: bool) -> None:
+    """Its arena would stay mapped. No step follows while sequences hold pages, nor after a clear."""
+    world.request([1, 2])
+    (tmp_path / "new").mkdir()
+    new = World(tmp_path / "new")
+    older = world.manager.pool
+    new.pages.older_versions = [OlderVersion(older)]
+    warming = Warming(new.pages, 1 << 30)
+    if is_ranked:
+        new.settle(warming.step)
+    else:
+        warming.step()
+        warming.stop()
+    new.pages.older_versions = []
+    warming.forget_removed()
+    assert not any(one is older for one in warming._listed)
+    assert not len(warming)
+    new.store.close()
+    new.store.join(60)

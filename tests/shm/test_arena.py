@@ -59,6 +59,16 @@ def test_a_populated_arena_is_mapped_whole_before_it_is_touched() -> None:
         arena.unlink()
 
 
+def test_a_closed_arena_keeps_no_memory_for_those_that_refer_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "test"
+    arena = Arena.create(path, "test", 1, 1 << 20, {}, reserved=4096)
+    assert str(path) in Path("/proc/self/maps").read_text()
+    reserved = arena.reserved
+    arena.close()
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert (arena.reserved, arena.is_closed) == (reserved, True)
+
+
 def test_the_memory_of_a_closed_arena_is_free_at_once(tmp_path: Path) -> None:
     """Its successor may need it, so the thread that will map it must not keep it."""
     path = tmp_path / "m.kv"
