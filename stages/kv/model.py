@@ -79,7 +79,7 @@ class ModelPages:
         directory = paths.state_dir(config) / "sessions"
         self.model_sessions = ModelSessions(directory, self.slug) if model_sessions is None else model_sessions
         self._on_moved = on_moved
-        self._wake = wake
+        self.wake = wake
         self.rows = TokenRows()
         self.digest = self.tokenizer = ""  # hex
         self.most_tokens = 0  # of a sequence
@@ -216,9 +216,7 @@ class ModelPages:
             return DiskPageStore(path, identity, page_bytes, max_bytes, residency, wall_ns=self.clock_ns, name=name)
 
         self._unmarked.add(path)
-        return ThreadedPageStore(
-            path, residency, open_file, self._wake, lambda page: self._unmark_copy(page, residency)
-        )
+        return ThreadedPageStore(path, residency, open_file, self.wake, lambda page: self._unmark_copy(page, residency))
 
     def _complete_opening(self, store: ThreadedPageStore) -> None:
         """A thread has opened a page file, or could not, which is logged: the server runs without it."""

@@ -1,7 +1,7 @@
 """Loads the most used prefixes into a version's arena before requests need them.
 
     list   the thread of each page file ranks its pages (storage/page_ranking.py); those of an older version of the same
-           model file, which is still loaded, are ranked at once
+           model file, which is still loaded, are ranked by a thread as well
     read   the thread reads a few pages ahead
     copy   one page in each step, into a free page of the arena; nothing is evicted for it
 
@@ -14,14 +14,19 @@ same checksum is verified, and another model file or another tenant has other ha
 from __future__ import annotations
 
 import logging
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
+
 from stages.kv.manager import Manager
 from stages.kv.model import ModelPages
 from stages.kv.pool.older_version import OlderVersion
+from stages.kv.pool.page_pool import PagePool
 from stages.kv.pool.page_source import PageSource
 from stages.kv.storage.page_ranking import RankedPage, most_used
 from stages.kv.storage.threaded_store import ThreadedPageStore
@@ -44,6 +49,7 @@ class Warming:
         self._room = -1  # pages that may be loaded yet; -1: not begun
         self._n_listing = 0
         self._listed: list[object] = []  # page files and arenas
+        self._ranked: deque[tuple[weakref.ref[PagePool], list[RankedPage]]] = deque()  # from threads
         self._queue: deque[tuple[OlderVersion | ThreadedPageStore, RankedPage]] = deque()
         self._reads: deque[tuple[ThreadedPageStore, RankedPage]] = deque()
         self._is_logged = True
@@ -78,6 +84,12 @@ class Warming:
             return False
         if self._room < 0:
             self._room = self._max_bytes // geometry.page_bytes
+        while self._ranked:
+            reference, ranked = self._ranked.popleft()
+            self._n_listing -= 1
+            pool = reference()
+            if pool is not None:
+                self._add(OlderVersion(pool), ranked)
         self._list(manager)
         if not self._reads and not self._begin_reads(manager, geometry.page_bytes):
             self._log_end()
@@ -107,11 +119,18 @@ class Warming:
                 continue
             if isinstance(source, OlderVersion):
                 self._listed.append(_owner(source))
-                ranked = most_used(source.pool.headers.snapshot(), limit, self._pages.clock_ns())
-                self._add(source, ranked)
+                self._n_listing += 1
+                records, now_ns = source.pool.headers.snapshot(), self._pages.clock_ns()
+                work = partial(self._rank, weakref.ref(source.pool), records, limit, now_ns)
+                threading.Thread(target=work, name="ranking", daemon=True).start()
             elif source.rank_pages(limit, pool.table.hashes(), partial(self._on_ranked, source)):
                 self._n_listing += 1
                 self._listed.append(_owner(source))
+
+    def _rank(self, pool: weakref.ref[PagePool], records: np.ndarray, limit: int, now_ns: int) -> None:
+        """Called on a thread; it keeps no arena, whose version may be removed meanwhile."""
+        self._ranked.append((pool, most_used(records, limit, now_ns)))
+        self._pages.wake()
 
     def _sources(self) -> list[OlderVersion | ThreadedPageStore]:
         return [*self._pages.older_versions, *self._pages.stores()]

@@ -80,6 +80,71 @@ def test_one_tenant_takes_at_most_half_while_others_want_the_rest() -> None:
     assert Counter(number <= 3 for number, _ in chosen(records(*busy, (2, [(1, 0)])), 8)) == {True: 7, False: 1}
 
 
+def test_each_page_is_looked_at_a_few_times_however_long_its_prefix_is() -> None:
+    """The last pages come first: each of them needs its whole prefix, and most of these do not fit."""
+    n_chains, length = 20, 1000
+    rows = np.zeros(n_chains * length, HEADER)
+    for at in range(len(rows)):
+        chain, place = divmod(at, length)
+        row = rows[at]
+        root = (chain % 2 + 1).to_bytes(16, "big")
+        digest = (at + 1000).to_bytes(16, "big")
+        row["root"], row["hash"] = np.void(root), np.void(digest)
+        row["parent"] = np.void((at + 999).to_bytes(16, "big") if place else root)
+        row["ordinal"], row["state"], row["uses"], row["last_use"] = place, PAGE_FULL, 1 + place, NOW
+    looked_at: Counter[PageHash] = Counter()
+
+    def is_present(page_hash: PageHash) -> bool:
+        looked_at[page_hash] += 1
+        return False
+
+    for limit in (100, 1500):
+        looked_at.clear()
+        assert len(most_used(rows, limit, NOW, is_present)) == limit
+        assert looked_at.total() <= 3 * len(rows)
+
+
+def plain_choice(rows: np.ndarray, limit: int, present: set[PageHash]) -> list[PageHash]:
+    """As defined: one page after the other, each with all pages before it that are missing."""
+    row_of = {row["hash"].tobytes(): row for row in rows}
+    chosen: list[PageHash] = []
+
+    def missing(row: np.void) -> list[PageHash]:
+        found: list[PageHash] = []
+        while (page_hash := PageHash(row["hash"].tobytes())) not in present and page_hash not in chosen:
+            found.insert(0, page_hash)
+            parent = row["parent"].tobytes()
+            if parent == row["root"].tobytes() or parent in present:
+                return found
+            if parent not in row_of:
+                return []
+            row = row_of[parent]
+        return found
+
+    def rank(row: np.void) -> tuple[float, int]:
+        age_days = np.float64(NOW - int(row["last_use"])) / DAY_NS
+        return float(age_days - np.log2(row["uses"])), int(row["ordinal"])
+
+    roots = Counter(row["root"].tobytes() for row in rows)
+    share = limit if len(roots) < 2 else -(-limit // 2)
+    room = dict.fromkeys(roots, share)
+    ranked, left_over = sorted(rows, key=rank), []
+    for row in ranked:
+        root, chain = row["root"].tobytes(), missing(row)
+        if len(chosen) + len(chain) > limit:
+            continue
+        if len(chain) <= room[root]:
+            room[root] -= len(chain)
+            chosen += chain
+        else:
+            left_over.append(row)
+    for row in left_over:
+        chain = missing(row)
+        if len(chosen) + len(chain) <= limit:
+            chosen += chain
+    return chosen
+
+
 pages = st.lists(st.tuples(st.integers(1, 99), st.integers(0, 9)), min_size=1, max_size=5)
 
 
@@ -99,6 +164,25 @@ def test_pages_are_chosen_once_within_the_bound_and_behind_their_predecessors(
         assert set(found) == {
             (number, ordinal) for number, ordinal in there if all((number, i) in there for i in range(1, ordinal))
         }
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 3), st.lists(st.tuples(st.integers(1, 9), st.integers(0, 2)), max_size=20)), max_size=4
+    ),
+    st.integers(0, 40),
+    st.sets(st.integers(0, 79), max_size=3),
+    st.sets(st.integers(0, 79), max_size=3),
+)
+def test_the_choice_is_that_of_the_definition(
+    chains: list[tuple[int, list[tuple[int, int]]]], limit: int, lost: set[int], there: set[int]
+) -> None:
+    rows = records(*chains)
+    present = {PageHash(row["hash"].tobytes()) for at, row in enumerate(rows) if at in there}
+    rows = rows[[at for at in range(len(rows)) if at not in lost]]
+    found = [page.page_hash for page in most_used(rows, limit, NOW, present.__contains__)]
+    assert found == plain_choice(rows, limit, present)
 
 
 # -------------------------------------------------------------- loading them
@@ -128,6 +212,7 @@ class World:
             older_versions=[],
             stores=lambda: [self.store] if self.store is not None else [],
             clock_ns=self.clock,
+            wake=lambda: None,
         )
 
     def _open(self) -> DiskPageStore:
@@ -171,8 +256,6 @@ class World:
 
     def warm(self, max_pages: int = 100) -> Warming:
         warming = Warming(self.pages, max_pages * PAGE_BYTES)
-        warming.step()
-        self.settle(lambda: warming._n_listing == 0)
         self.finish(warming)
         return warming
 
@@ -180,7 +263,7 @@ class World:
         def is_done() -> bool:
             while warming.step():
                 self.manager.check()
-            return not len(warming)
+            return not len(warming) and not warming._n_listing
 
         self.settle(is_done)
 
@@ -324,7 +407,7 @@ def test_a_version_that_was_removed_is_not_read(world: World, tmp_path: Path) ->
     new = World(tmp_path / "new")
     new.pages.older_versions = [OlderVersion(world.manager.pool)]
     warming = Warming(new.pages, 1 << 30)
-    assert warming.step()
+    new.settle(warming.step)
     new.pages.older_versions = []
     new.finish(warming)
     assert new.manager.pool.counters.warmed == 1
