@@ -126,7 +126,7 @@ class Manager:
             return self._denial(groups.n_pages(self.places_for(want_tokens)))
 
         now = pool.clock_ns()
-        hit = self._find(hashes[:n_sharable], window)
+        hit = self._find(hashes[:n_sharable], window, fetchable=True)
         found, outside = hit.in_arena, hit.outside
         n_places = max(self.places_for(self._wanted(want_tokens, hit.end, window, ahead)), hit.end)
         n_prompt = self.places_for(n_tokens) if groups.full and window else 0
@@ -170,12 +170,19 @@ class Manager:
         names = range(self.groups.n_groups)
         return next((i for i, one in enumerate(hashes) if any(group_hash(one, g) == page_hash for g in names)), 0)
 
-    def _find(self, hashes: list[PageHash], window: int, sent: Container[PageHash] = ()) -> Hit:
+    def _find(
+        self,
+        hashes: list[PageHash],
+        window: int,
+        sent: Container[PageHash] = (),
+        fetchable: bool = False,
+        most_outside: int | None = None,
+    ) -> Hit:
         if not window and not self.groups.full:
-            return self.pool.find(hashes)
-        each = self.page_tokens
+            return self.pool.find(hashes, fetchable)
+        each, groups = self.page_tokens, self.groups
         return self.pool.find_last(
-            hashes, lambda n_places: first_read(n_places * each, window) // each, sent, self.groups
+            hashes, lambda n_places: first_read(n_places * each, window) // each, sent, groups, fetchable, most_outside
         )
 
     def _wanted(self, want_tokens: int, n_shared: int, window: int, ahead: int) -> int:
@@ -207,9 +214,11 @@ class Manager:
         )
         return hashes[: next(missing, len(hashes))]
 
-    def pages_outside(self, tokens: np.ndarray, salt: str = "", sharable: int = -1, window: int = 0) -> list[PageHash]:
-        """The pages that `acquire` would fetch from a source for these tokens (n,) int32."""
-        return self._find(self.sharable_hashes(tokens, salt, sharable), window).outside
+    def pages_outside(
+        self, tokens: np.ndarray, salt: str = "", sharable: int = -1, window: int = 0, most: int | None = None
+    ) -> list[PageHash]:
+        """The pages that `acquire` would fetch for these tokens (n,) int32 from sources that can give `most` pages."""
+        return self._find(self.sharable_hashes(tokens, salt, sharable), window, most_outside=most).outside
 
     def extend(self, sequence: str, want_tokens: int) -> Grant | Denial:
         """Add new pages at the end of a lease. Denies an unknown or suspect one: it must acquire again."""

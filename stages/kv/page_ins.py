@@ -2,8 +2,9 @@
 
     acquire --(a page is on disk)--> waiting --(its pages are read, or WAIT_S have passed)--> granted
 
-A grant that no longer waits shares the pages that were read by then, and the rest is computed.  A waiting sequence has
-no lease yet: a release, a new request of the same sequence or another scheduler ends its wait.
+A grant that no longer waits shares the pages that were read by then, as far as they can be continued, and the rest is
+computed: with windows (docs/kv-cache.md) all pages of a place must be there, and those of the window before it.  A
+waiting sequence has no lease yet: a release, a new request of the same sequence or another scheduler ends its wait.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class PageIns:
         if known is None:
             return []
         by_store: dict[int, list[PageHash]] = {}
-        for page_hash in manager.pages_outside(known[0], frame.salt, frame.sharable, frame.window):
+        most = min(store.most_staged for store in stores)
+        for page_hash in manager.pages_outside(known[0], frame.salt, frame.sharable, frame.window, most):
             for i, store in enumerate(stores):
                 if page_hash in store:
                     by_store.setdefault(i, []).append(page_hash)

@@ -123,8 +123,11 @@ class PagePool:
 
     # -------------------------------------------------------------- finding pages
 
-    def find(self, hashes: Sequence[PageHash]) -> Hit:
-        """The longest known prefix of `hashes`: intact pages in the arena, then hashes that a source contains."""
+    def find(self, hashes: Sequence[PageHash], fetchable: bool = False) -> Hit:
+        """The longest known prefix of `hashes`: intact pages in the arena, then hashes that a source contains.
+
+        fetchable: only those that it can give now.
+        """
         found = self.table.get_cached_pages(hashes)
         if len(found) < len(hashes):
             page = self.table.get_cached_page(hashes[len(found)])
@@ -135,7 +138,7 @@ class PagePool:
             for page_hash in hashes[len(found) :]:
                 # Pages of the arena behind a gap are fetched all the same: a sequence shares one run of pages, and
                 # all pages behind it are new.
-                if not self._is_outside(page_hash):
+                if not self._is_outside(page_hash, fetchable):
                     break
                 found.append(NO_PAGE)
         return Hit(0, len(found), hashes[: len(found)], found)
@@ -146,26 +149,40 @@ class PagePool:
         first_needed: Callable[[int], int],
         sent: Container[PageHash] = (),
         groups: LayerGroups = ONE_GROUP,
+        fetchable: bool = False,
+        most_outside: int | None = None,
     ) -> Hit:
         """The longest prefix of `hashes` that a sequence with a window can continue.
 
         first_needed: (number of places) -> the first place that is read by the position behind them, in groups with a
-        window.  `sent`: pages that count as those of a source.
+        window.  `sent`: pages that need not be fetched.  `fetchable`: of a source, only those that it can give now.
+        `most_outside`: pages that can be fetched together; None: all.
         """
         table = self.table
         full, windowed = range(groups.full), range(groups.full, groups.n_groups)
+        most = len(hashes) * groups.n_groups if most_outside is None else most_outside
 
-        def is_known(page_hash: PageHash) -> bool:
-            return table.get_cached_page(page_hash) is not None or page_hash in sent or self._is_outside(page_hash)
+        def to_fetch(page_hash: PageHash, group: int) -> int | None:
+            """1: a source contains the page; 0: it is there; None: it is unknown."""
+            name = group_hash(page_hash, group)
+            if table.get_cached_page(name) is not None or name in sent:
+                return 0
+            return 1 if self._is_outside(name, fetchable) else None
 
         while True:
             end = gap = 0  # `gap`: the place behind the last unknown page of a group with a window
+            n_full, n_windowed = 0, [0]  # pages to fetch: of the places so far; of those before each place
             for place, page_hash in enumerate(hashes):
-                if not all(is_known(group_hash(page_hash, group)) for group in full):
+                counts = [to_fetch(page_hash, group) for group in full]
+                if None in counts:
                     break
-                if not all(is_known(group_hash(page_hash, group)) for group in windowed):
+                n_full += sum(filter(None, counts))
+                counts = [to_fetch(page_hash, group) for group in windowed]
+                n_windowed.append(n_windowed[-1] + sum(filter(None, counts)))
+                first = first_needed(place + 1)
+                if None in counts:
                     gap = place + 1
-                elif gap <= first_needed(place + 1):
+                elif gap <= first and n_full + n_windowed[-1] - n_windowed[first] <= most:
                     end = place + 1
             first = first_needed(end)
             needed = needed_hashes(hashes[:end], first, groups)
@@ -176,8 +193,10 @@ class PagePool:
             self._report_damage(damaged)
             table.evict(damaged)
 
-    def _is_outside(self, page_hash: PageHash) -> bool:
-        return any(page_hash in source for source in (*self.older_versions, *self.stores))
+    def _is_outside(self, page_hash: PageHash, fetchable: bool) -> bool:
+        if any(page_hash in source for source in self.older_versions):
+            return True
+        return any(store.can_fetch(page_hash) if fetchable else page_hash in store for store in self.stores)
 
     def restore(self, hashes: Sequence[PageHash], new_pages: Sequence[int]) -> int:
         """Copy pages from the sources into `new_pages`, up to the first failure. Returns their number."""

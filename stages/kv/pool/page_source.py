@@ -25,6 +25,9 @@ class PageStore(PageSource, Protocol):
 
     residency: int  # its bit in the page header
 
+    def can_fetch(self, page_hash: PageHash) -> bool:
+        """Whether `fetch` gives this page now, unless it is damaged."""
+
     def prefetch(self, hashes: Iterable[PageHash]) -> None:
         """Start reading pages that `fetch` will be called for."""
 

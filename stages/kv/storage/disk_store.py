@@ -293,6 +293,10 @@ class DiskPageStore:
         duration = self._clock() - begin
         return duration if duration <= SLOW_S else duration - (self._core_wait_s() - waited_s)
 
+    def can_fetch(self, page_hash: PageHash) -> bool:
+        """Whether `fetch` gives this page, unless it is damaged."""
+        return page_hash in self._cell_of and not self.is_read_paused
+
     def remove(self, page_hash: PageHash) -> None:
         """Remove a page, if it is there."""
         if page_hash in self._cell_of:

@@ -292,6 +292,11 @@ class ThreadedPageStore:
     def prefetch(self, hashes: Iterable[PageHash]) -> None:
         """Nothing: `fetch` reads no disk."""
 
+    @property
+    def most_staged(self) -> int:
+        """Pages that `read_ahead` can have read at once; 0 before the file is open."""
+        return STAGED_BYTES // self._store.page_bytes if self.is_open else 0
+
     def read_ahead(self, hashes: Iterable[PageHash], is_use: bool = True) -> list[PageHash]:
         """Read pages, in order, up to the bound. Returns those to `release` later.
 
@@ -331,6 +336,10 @@ class ThreadedPageStore:
             if self._wanted[page_hash] <= 0:
                 del self._wanted[page_hash]
                 self._staged.pop(page_hash, None)
+
+    def can_fetch(self, page_hash: PageHash) -> bool:
+        """Whether the page was read ahead, or waits to be written."""
+        return page_hash in self._staged or page_hash in self._unwritten
 
     def fetch(self, page_hash: PageHash, out: np.ndarray) -> PageIdentity | None:
         """Copy a page that was read ahead, or waits to be written, into `out` (page_bytes,) u8; None: neither."""
