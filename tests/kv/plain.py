@@ -82,7 +82,9 @@ class Plain:
             return False
         while self.free < count:
             name = self.victims()[0]
-            if name not in self.disk and self.disk_room:
+            if name in self.disk:
+                self.disk[name] = self.disk.pop(name)  # used since it was copied
+            elif self.disk_room:
                 if len(self.disk) == self.disk_room:
                     del self.disk[next(iter(self.disk))]
                 self.disk[name] = self.pages[name].is_damaged

@@ -337,7 +337,10 @@ class PagePool:
 
     def _save_copy(self, page: int) -> None:
         page_hash = self.table.hash_of(page)
-        if self.spill is None or page_hash is None or page_hash in self.spill:
+        if self.spill is None or page_hash is None:
+            return
+        if page_hash in self.spill:
+            self.spill.touch(page_hash)  # its uses were those of the page in the arena
             return
         if self.spill.save(page_hash, self.headers.record(page), self.arena.pages[page]):
             self.counters.spilled += 1

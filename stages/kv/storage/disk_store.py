@@ -89,6 +89,7 @@ class DiskPageStore:
         self._max_extents = layout.n_extents(max_bytes)
         self._cell_of: OrderedDict[PageHash, int] = OrderedDict()  # longest unused first
         self._last_use_ns: dict[PageHash, int] = {}  # ns since 1970
+        self._lost: list[PageHash] = []  # pages that were replaced or damaged, until `take_lost`
         self._free: list[int] = []  # cells; the last one is used next
         self._points.open.hit()
         make_directory(path.parent)
@@ -143,6 +144,13 @@ class DiskPageStore:
         return self._max_extents * self._extent_cells
 
     @property
+    def room(self) -> int:
+        """Pages that can be saved without another one being replaced."""
+        may_grow = self._clock() >= self._no_growth_until
+        n_more = (self._max_extents - self._file.n_extents) * self._extent_cells if may_grow else 0
+        return len(self._free) + n_more
+
+    @property
     def file_bytes(self) -> int:
         """Size of the file."""
         return self._file.file_bytes
@@ -194,14 +202,18 @@ class DiskPageStore:
         self._last_use_ns[page_hash] = self._wall_ns()
 
     def add_uses(self, uses: Iterable[tuple[PageHash, int, int]]) -> None:
-        """Add (page, uses, last use in ns since 1970) to the records of pages that are there."""
+        """Count the uses (page, number, last one in ns since 1970) of pages that are there, in their records too.
+
+        The longest unused ones come first.
+        """
+        there = [one for one in uses if one[0] in self._cell_of]
+        for page_hash, _, _ in there:
+            self.touch(page_hash)
         if self.is_write_paused:
             return
         try:
-            for page_hash, count, last_use_ns in uses:
-                cell = self._cell_of.get(page_hash)
-                if cell is not None:
-                    self._file.add_uses(cell, count, last_use_ns)
+            for page_hash, count, last_use_ns in there:
+                self._file.add_uses(self._cell_of[page_hash], count, last_use_ns)
         except OSError as error:
             self._pause_writing(error)
 
@@ -314,8 +326,14 @@ class DiskPageStore:
             )
             return None
 
+    def take_lost(self) -> list[PageHash]:
+        """The pages that were replaced or found damaged since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
+
     def _drop_damaged(self, page_hash: PageHash, cell: int) -> None:
         self.counters.damaged += 1
+        self._lost.append(page_hash)
         log.warning("a page on disk is damaged and was dropped", extra={"path": str(self.path), "cell": cell})
         self._drop(page_hash)
 
@@ -354,6 +372,7 @@ class DiskPageStore:
         page_hash, cell = self._cell_of.popitem(last=False)
         del self._last_use_ns[page_hash]
         self.counters.replaced += 1
+        self._lost.append(page_hash)
         return cell
 
     def _pause_writing(self, error: OSError) -> None:

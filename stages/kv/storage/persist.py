@@ -22,6 +22,9 @@ from stages.kv.storage.threaded_store import ThreadedPageStore
 
 IN_SPILL, IN_STATE = 1, 2  # bits of a page header's `residency`
 PROVEN_USES = 2  # sequences that have held a page worth saving at once
+# A copy is replaced by one of a page in memory only after it was unused for so long: otherwise, with more pages in use
+# than the file holds, each of them would be written again whenever it was used.
+REPLACED_AFTER_NS = 600 * 10**9
 KEPT_VERSIONS = 1  # files of other versions of a model
 # As `store_path` makes it.
 PAGE_FILE_NAME = re.compile(r"(?P<slug>.+)-[0-9a-f]{12}-[a-z0-9]+-[0-9]+\.pages")
@@ -67,17 +70,24 @@ def mark_copies(pool: PagePool, store: ThreadedPageStore) -> None:
 
 
 def save_proven(pool: PagePool, store: ThreadedPageStore, limit: int) -> int:
-    """Save at most `limit` pages that several sequences have held. Returns the number saved."""
-    return _save(pool, store, pool.headers.without_copy(store.residency, PROVEN_USES), limit)
+    """Save at most `limit` pages that several sequences have held. Returns the number saved.
+
+    In a full file those that were used in the last `REPLACED_AFTER_NS` replace copies that were not.
+    """
+    pages, room = pool.headers.without_copy(store.residency, PROVEN_USES), store.room
+    if pages and room < limit:
+        before_ns = pool.clock_ns() - REPLACED_AFTER_NS
+        n_idle = len(store.idle(before_ns))
+        n_recent = sum(pool.headers.last_use_ns(page) >= before_ns for page in pages) if n_idle else 0
+        room = max(room, min(n_recent, room + n_idle))
+    return _save_last_used(pool, store, pages, min(limit, room))
 
 
 def save_idle(pool: PagePool, store: ThreadedPageStore, limit: int) -> int:
     """While no sequence runs: save at most `limit` other pages into free cells. Returns the number saved."""
-    room = min(limit, store.capacity - len(store))
-    if pool.leased or room <= 0:
+    if pool.leased:
         return 0
-    pages = pool.headers.without_copy(store.residency, 1)
-    return _save(pool, store, sorted(pages, key=pool.headers.last_use_ns, reverse=True), room)
+    return _save_last_used(pool, store, pool.headers.without_copy(store.residency, 1), min(limit, store.room))
 
 
 def save_recent(pool: PagePool, store: ThreadedPageStore, limit: int) -> int:
@@ -96,15 +106,28 @@ def save_recent(pool: PagePool, store: ThreadedPageStore, limit: int) -> int:
 
 
 def note_uses(pool: PagePool, stores: Sequence[ThreadedPageStore]) -> None:
-    """Add uses of saved pages to the records of their copies: they tell the next start which pages to warm."""
+    """Count the uses of pages in memory for their copies as well: what is used there is not replaced on the disk.
+
+    Their records tell the next start which pages to warm.
+    """
+    last_use_ns = pool.headers.last_use_ns
+    # Of pages that were used together the first ones of a prefix come last: they are to be replaced last.
+    unnoted = sorted(pool.headers.take_unnoted(), key=lambda one: (last_use_ns(one[0]), -one[0]))
     uses = [
-        (page_hash, count, pool.headers.last_use_ns(page))
-        for page, count in pool.headers.take_unnoted()
+        (page_hash, count, last_use_ns(page))
+        for page, count in unnoted
         if (page_hash := pool.table.hash_of(page)) is not None
     ]
     for store in stores:
         if uses:
             store.add_uses(uses)
+
+
+def _save_last_used(pool: PagePool, store: ThreadedPageStore, pages: list[int], limit: int) -> int:
+    """Save at most `limit` of `pages`, the most recently used ones first. Returns the number saved."""
+    if limit <= 0:
+        return 0
+    return _save(pool, store, sorted(pages, key=pool.headers.last_use_ns, reverse=True), limit)
 
 
 def _save(pool: PagePool, store: ThreadedPageStore, pages: list[int], limit: int) -> int:

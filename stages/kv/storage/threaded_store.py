@@ -41,12 +41,12 @@ _file_locks: dict[Path, threading.Lock] = {}  # held by the thread of each file 
 class _Result(NamedTuple):
     """A finished job."""
 
-    kind: Literal["read", "skip", "write", "remove", "list", "rank"]
+    kind: Literal["read", "skip", "write", "remove", "lost", "list", "rank"]
     page_hash: PageHash
     is_written: bool = False
     identity: PageIdentity | None = None  # of a page that was read; None: it is missing or damaged
     content: np.ndarray | None = None  # (page_bytes,) u8, that was read or written
-    hashes: list[PageHash] | None = None  # of a list
+    hashes: list[PageHash] | None = None  # of a list, or lost
     on_listed: Callable[[list[PageHash]], object] | None = None
     ranked: list[RankedPage] | None = None
     on_ranked: Callable[[list[RankedPage]], object] | None = None
@@ -65,7 +65,8 @@ class ThreadedPageStore:
     ) -> None:
         """`open_store` opens the file at `path`; the thread calls it when an earlier user of the file has closed it.
 
-        `on_lost`: called by `poll` for each page that `save` accepted and the disk did not.
+        `on_lost`: called by `poll` for each page that `save` accepted and the disk did not, and for each one that was
+        replaced or found damaged.
         """
         self.path = path
         self.residency = residency  # its bit in the page header
@@ -120,6 +121,11 @@ class ThreadedPageStore:
     def capacity(self) -> int:
         """Most pages under the bound; 0 before the file is open."""
         return self._store.capacity if self.is_open else 0
+
+    @property
+    def room(self) -> int:
+        """Pages that can be saved without another one being replaced; 0 before the file is open."""
+        return max(0, self._store.room - self._n_queued) if self.is_open else 0
 
     @property
     def file_bytes(self) -> int:
@@ -265,7 +271,7 @@ class ThreadedPageStore:
         return True
 
     def add_uses(self, uses: list[tuple[PageHash, int, int]]) -> None:
-        """Queue adding (page, uses, last use in ns since 1970) to the records; without room they are not counted."""
+        """Queue counting (page, uses, last use in ns since 1970); without room they are not counted."""
         if self.is_open and not self._is_closing and self._has_room:
             self._jobs.put(lambda: self._store.add_uses(uses))
 
@@ -379,6 +385,10 @@ class ThreadedPageStore:
                 self._removed[page_hash] -= 1
                 if not self._removed[page_hash]:
                     del self._removed[page_hash]
+            elif result.kind == "lost":
+                for lost in result.hashes or []:
+                    if lost not in self:  # or it was saved again
+                        self._on_lost(lost)
             elif result.on_listed is not None:
                 result.on_listed(result.hashes or [])
             else:
@@ -428,6 +438,8 @@ class ThreadedPageStore:
                     job()
                 except Exception:
                     log.exception("a page could not be read or written", extra={"path": str(self.path)})
+                if lost := self._opened.take_lost():
+                    self._finish(_Result("lost", _NO_HASH, hashes=lost))
             self._opened.close()
 
     def close(self) -> None:
