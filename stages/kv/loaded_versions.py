@@ -275,7 +275,7 @@ class LoadedVersions:
         """Remove files that are no longer served, every PRUNE_S, on a thread. All versions are open."""
         if now >= self._next_prune and all(sessions.is_complete for sessions in self.sessions.values()):
             self._next_prune = now + PRUNE_S
-            self._prune_thread.submit(_prune_files, self.pages(), self._clock.seconds())
+            self._prune_thread.submit(_prune_files, self.pages(), dict(self.sessions), self._clock.seconds())
 
     def do_chores(self) -> bool:
         """Expire, save and compact a few pages of each version; expire sessions. Returns whether pages remain."""
@@ -330,9 +330,9 @@ def _is_leasing(loaded: LoadedVersion) -> bool:
     return loaded.manager is not None and loaded.manager.pool.leased > 0
 
 
-def _prune_files(models: list[ModelPages], now: float) -> None:
+def _prune_files(models: list[ModelPages], sessions: dict[str, SessionThread], now: float) -> None:
     try:
-        prune(models, now)
+        prune(models, sessions, now)
     except Exception:
         log.exception("old files cannot be removed")
 

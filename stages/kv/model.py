@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -351,16 +351,22 @@ class ModelPages:
             self.arena.close()
 
 
-def prune(models: list[ModelPages], now: float) -> None:
-    """Remove files of versions and models that are not served. All `models` are open."""
+def prune(models: list[ModelPages], sessions: Mapping[str, ModelSessions | SessionThread], now: float) -> None:
+    """Remove files of versions and models that are not served. All `models` are open.
+
+    `sessions`: of all models that were loaded since the start, by name; those that were unloaded are kept in memory.
+    """
     if not models:
         return
     config = models[0].config
-    slugs = [model.slug for model in models]
-    spills = [expand_user(model.model.spill_path) for model in models if model.model.spill_path]
-    old_pages = prune_pages([paths.state_dir(config) / "kv", *spills], slugs, now)
-    in_use = [path for model in models for path in model.model_sessions.directories]
-    old_sessions = prune_sessions(paths.state_dir(config) / "sessions", in_use, slugs, now)
+    served = [model.slug for model in models]
+    known = {name.replace("/", "--") for name in sessions} | {model.slug for model in config.models}
+    loadable = known.union(served, paths.pulled_names())
+    every = (*config.models, *(one.model for one in models))
+    spills = [expand_user(model.spill_path) for model in every if model.spill_path]
+    old_pages = prune_pages([paths.state_dir(config) / "kv", *spills], loadable, now)
+    in_use = [path for one in sessions.values() for path in one.directories]
+    old_sessions = prune_sessions(paths.state_dir(config) / "sessions", in_use, served, loadable, now)
     try:
         for path in (*old_pages, *old_sessions):
             log.info("a file of a model or version that is not served was removed", extra={"path": str(path)})

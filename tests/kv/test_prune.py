@@ -6,10 +6,14 @@ import os
 from array import array
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from pipeline.config.schema import Config, ModelConfig, ServerConfig
 from shm.pages import KvGeometry
+from stages.kv.model import prune
 from stages.kv.sessions.session_files import Session, SessionFiles
 from stages.kv.storage import persist
 from stages.kv.storage.prune import PAGES_S, SESSION_S, prune_pages, prune_sessions
@@ -68,7 +72,7 @@ def test_expired_sessions_of_other_versions_are_removed(tmp_path: Path, make: Ca
     ]
     torn = tmp_path / other / "torn.session"
     torn.write_bytes(b"\0" * 40)
-    removed = list(prune_sessions(tmp_path, [tmp_path / mine], ["m"], NOW))
+    removed = list(prune_sessions(tmp_path, [tmp_path / mine], ["m"], ["m"], NOW))
     assert sorted(removed) == sorted([*gone, torn])
     assert all(path.exists() for path in kept)
     assert sorted(path.name for path in tmp_path.iterdir()) == [mine, other]
@@ -78,13 +82,45 @@ def test_of_a_served_model_one_other_version_stays(tmp_path: Path, make: Callabl
     for age, letter in enumerate("abcd"):
         make("m-" + letter * 12, "s", age, 0)
     make("n-" + "e" * 12, "s", 50, 0)
-    list(prune_sessions(tmp_path, [tmp_path / ("m-" + "c" * 12)], ["m"], NOW))
+    list(prune_sessions(tmp_path, [tmp_path / ("m-" + "c" * 12)], ["m"], ["m"], NOW))
     left = ["m-" + "a" * 12, "m-" + "c" * 12, "n-" + "e" * 12]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
+def test_sessions_of_a_model_that_is_not_loaded_stay_until_their_time_to_live_ends(
+    tmp_path: Path, make: Callable[..., Path]
+) -> None:
+    """It may be loaded again on demand; with an older tokenizer as well, of which it would keep the sessions."""
+    kept = [
+        make("m-" + "a" * 12, "without an end", 31 * DAY, 0),
+        make("m-" + "b" * 12, "without an end", 90 * DAY, 0),
+        make("m-" + "b" * 12, "young", 59, 60),
+    ]
+    over = make("m-" + "a" * 12, "over", 61, 60)
+    assert list(prune_sessions(tmp_path, [], ["other"], ["other", "m"], NOW)) == [over]
+    assert all(path.exists() for path in kept)
+
+
+def test_files_of_a_configured_model_that_is_not_loaded_are_kept(tmp_path: Path, make: Callable[..., Path]) -> None:
+    """And those of a model that was added to the file, loaded and unloaded since the start."""
+    state = tmp_path / "state"
+    models = tuple(ModelConfig(name=name, path=f"{name}.gguf") for name in ("served", "unloaded"))
+    config = Config(models=models, server=ServerConfig(state_dir=str(state)))
+    (state / "kv").mkdir(parents=True)
+    stored = {name: pages(state / "kv", name, 8 * DAY) for name in ("served", "unloaded", "added", "gone")}
+    held = {
+        name: make(f"state/sessions/{name}-" + "a" * 12, "s", 31 * DAY, 0)
+        for name in ("served", "unloaded", "added", "gone")
+    }
+    threads: Any = {name: SimpleNamespace(directories=[held[name].parent]) for name in ("served", "added")}
+    loaded: Any = SimpleNamespace(config=config, slug="served", model=models[0])
+    prune([loaded], threads, NOW)
+    assert [name for name, path in stored.items() if not path.exists()] == ["gone"]
+    assert [name for name, path in held.items() if not path.exists()] == ["gone"]
+
+
 def test_a_missing_folder_is_ignored(tmp_path: Path) -> None:
-    assert list(prune_sessions(tmp_path / "none", [], [], NOW)) == []
+    assert list(prune_sessions(tmp_path / "none", [], [], [], NOW)) == []
 
 
 @pytest.mark.slow

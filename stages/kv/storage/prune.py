@@ -1,9 +1,10 @@
 """Removes files of models and versions that are no longer served.
 
     saved and spilled pages   of other versions of a served model: all except the most recently used file;
-                              of models that are not configured: after a week without use
-    sessions                  of other versions and models: after their time to live, at most 30 days after the last
-                              turn; of a served model's other versions only the most recently used one is kept
+                              of models that cannot be loaded any more: after a week without use
+    sessions                  of other versions, and of models that are not loaded: after their time to live; of models
+                              that cannot be loaded any more at most 30 days after the last turn; of a served model's
+                              other versions likewise, and only the most recently used one is kept
 
 Files in use are an argument and are not removed.  Files with other names are not Starling's and stay.  A file that
 cannot be read or removed is logged and stays, and the others are removed all the same.
@@ -27,20 +28,26 @@ SESSION_S = 30 * 86_400  # after the last turn, of a session without a time to l
 _DIRECTORY_NAME = re.compile(r"(?P<slug>.+)-[0-9a-f]{12}")
 
 
-def prune_pages(folders: Iterable[Path], served: Iterable[str], now: float) -> Iterator[Path]:
-    """Remove page files of models that are not `served` (slugs) and were not used for a week. Yields their paths."""
-    slugs = set(served)
+def prune_pages(folders: Iterable[Path], loadable: Iterable[str], now: float) -> Iterator[Path]:
+    """Remove page files of models that are not `loadable` (slugs) and were not used for a week. Yields their paths."""
+    slugs = set(loadable)
     for folder in set(folders):
         for path in sorted(folder.glob("*.pages")):
             name = PAGE_FILE_NAME.fullmatch(path.name)
-            is_served = name is None or name["slug"] in slugs
-            if not is_served and now - _last_use(path) >= PAGES_S and _remove(path):
+            may_return = name is None or name["slug"] in slugs
+            if not may_return and now - _last_use(path) >= PAGES_S and _remove(path):
                 yield path
 
 
-def prune_sessions(folder: Path, in_use: Iterable[Path], served: Iterable[str], now: float) -> Iterator[Path]:
-    """Remove expired sessions of all versions except those `in_use`, then empty directories. Yields their paths."""
+def prune_sessions(
+    folder: Path, in_use: Iterable[Path], served: Iterable[str], loadable: Iterable[str], now: float
+) -> Iterator[Path]:
+    """Remove expired sessions of all versions except those `in_use`, then empty directories. Yields their paths.
+
+    `served`, `loadable`: slugs of the models that are loaded, and of those that requests can have loaded.
+    """
     kept, slugs = set(in_use), set(served)
+    may_return = set(loadable) - slugs
     others: dict[str, list[Path]] = {}
     for directory in sorted(folder.iterdir()) if folder.is_dir() else ():
         name = _DIRECTORY_NAME.fullmatch(directory.name)
@@ -55,7 +62,7 @@ def prune_sessions(folder: Path, in_use: Iterable[Path], served: Iterable[str], 
                 if not directory.exists():
                     yield directory
                 continue
-            yield from _remove_expired(directory, now)
+            yield from _remove_expired(directory, now, float("inf") if slug in may_return else SESSION_S)
             try:
                 if not any(directory.iterdir()):
                     directory.rmdir()
@@ -63,14 +70,15 @@ def prune_sessions(folder: Path, in_use: Iterable[Path], served: Iterable[str], 
                 _complain(directory, error)
 
 
-def _remove_expired(directory: Path, now: float) -> Iterator[Path]:
+def _remove_expired(directory: Path, now: float, most_s: float) -> Iterator[Path]:
+    """Remove the sessions whose time to live has passed, or `most_s` since the last turn."""
     for path in sorted(directory.glob("*" + SUFFIX)):
         try:
             session, _ = parse(path.read_bytes())
         except OSError as error:
             _complain(path, error)
             continue
-        ttl_s = min(session.ttl_s or SESSION_S, SESSION_S) if session is not None else 0
+        ttl_s = min(session.ttl_s or most_s, most_s) if session is not None else 0
         if (session is None or now - session.last_use >= ttl_s) and _remove(path):
             yield path
 
