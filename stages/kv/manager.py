@@ -421,6 +421,8 @@ class Manager:
             return None
         # Shared pages come first, so the last page was leased new to this very sequence.
         root, serial = headers.lease_of(pages[-1])
+        if not serial:  # this page was found damaged before
+            return None
         born_ns = headers.born_ns(pages[-1])
         lease = Lease(
             claim.sequence, claim.row, serial, root, pages, [], 0, 0, born_ns, claim.n_tokens, n_unread, n_unread

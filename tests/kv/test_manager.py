@@ -221,6 +221,21 @@ def test_damage_found_in_a_reconciliation_is_stored_in_the_arena() -> None:
     assert w.run("c", words(1, 2, 3)) == 0
 
 
+def test_damage_of_the_last_page_is_found_by_every_successor() -> None:
+    """Its header names no lease any more, and the lease is recognised by this page."""
+    w = World()
+    answer = w.acquire("a", words(1, 2, tail=0))
+    assert isinstance(answer, Grant)
+    w.m.commit("a", 32)
+    w.arena.pages[answer.pages[1], 0] ^= 1
+    for _ in range(3):
+        w.restart()
+        assert w.m.reconcile([LeaseClaim("a", 0, 32, answer.pages)]) == ["a"]
+        w.m.check()
+    w.m.release("a", 32)
+    w.m.check()
+
+
 @pytest.mark.parametrize(
     "pages",
     [
