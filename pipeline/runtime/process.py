@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ EXIT_USAGE = 2  # invalid arguments of a command; click's own code
 EXIT_CONFIG = 78  # EX_CONFIG: a restart cannot help; the supervisor gives up at once
 EXIT_ORPHANED = 70  # the parent process has ended
 
-MAX_FILES = 1 << 20  # descriptors that are closed one by one, where the limit is higher
+MAX_FILES = 1 << 20  # descriptors that are looked for one by one, where they cannot be listed and the limit is higher
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -39,6 +40,7 @@ _SYS_SCHED_SETATTR = 314  # x86-64
 _SCHED_ATTR_BYTES = 56
 SLICE_NS = 100_000  # the kernel's minimum
 _SIGSET_BYTES = 128
+_STDERR = 2  # its descriptor
 _IN_ATTRIB, _IN_MOVED_TO = 0x4, 0x80
 
 
@@ -159,20 +161,24 @@ def file_limit() -> int:
 def close_files(keep: int = -1) -> None:
     """Close all files above stderr but `keep`: for a fork that is to hold nothing of its parent.
 
-    Their descriptors stay, as ones of /dev/null.  Objects of the parent that this process still has, such as maps of
-    files, close the number that they know when they end: by then it must not be another file's, such as an arena's.
+    Their descriptors stay, as ones of /dev/null, or of stderr where no more files can be open.  Objects of the parent
+    that this process still has, such as maps of files, close the number that they know when they end: by then it must
+    not be another file's, such as an arena's.
     """
+    found: Iterable[int]
+    try:
+        found = [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:  # there are as many as there may be, or no /proc
+        found = range(min(file_limit(), MAX_FILES))
     try:
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        found = os.listdir("/proc/self/fd")
-    except OSError:  # there are as many as there may be, or no /proc
-        os.closerange(3, max(3, keep))
-        os.closerange(max(3, keep + 1), min(file_limit(), MAX_FILES))
-        return
-    for fd in map(int, found):
-        if fd > 2 and fd not in (keep, null) and _is_open(fd):
+    except OSError:  # a copy of one that stays open needs no room
+        null = _STDERR
+    for fd in found:
+        if fd > _STDERR and fd not in (keep, null) and _is_open(fd):
             os.dup2(null, fd, inheritable=False)
-    os.close(null)
+    if null != _STDERR:
+        os.close(null)
 
 
 def _is_open(fd: int) -> bool:

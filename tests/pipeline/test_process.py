@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import select
@@ -276,45 +275,46 @@ def test_the_limit_of_open_files_is_raised_to_the_hard_one() -> None:
 
 # A map of a file keeps a descriptor of it. The child lets go of its parent's files, opens others, and drops the map.
 FORK = """
-import mmap, os, sys
+import mmap, os, resource, sys, traceback
 from pipeline.runtime import process
 with open(sys.argv[1], "rb") as file:
     map_ = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
 reader, writer = os.pipe()
+other = os.open(sys.argv[1], os.O_RDONLY)
+free = os.dup(other)
+os.close(free)
+before = resource.getrlimit(resource.RLIMIT_NOFILE)
 pid = os.fork()
 if pid == 0:
-    process.close_files()
-    opened = [os.open(sys.argv[1], os.O_RDONLY) for _ in range(64)]
-    assert bytes(map_) == b"content"
-    del map_
-    for fd in opened:
-        os.fstat(fd)
-    others = [fd for fd in range(3, 300) if fd not in opened and os.path.exists(f"/proc/self/fd/{fd}")]
-    os._exit(3 if {os.readlink(f"/proc/self/fd/{fd}") for fd in others} - {"/dev/null"} else 0)
-os.close(writer)
-assert os.read(reader, 1) == b""  # the child's end is closed as well
+    try:
+        if sys.argv[2] == "full":
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+        process.close_files(keep=reader)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        opened = [os.open(sys.argv[1], os.O_RDONLY) for _ in range(64)]
+        assert bytes(map_) == b"content"
+        del map_
+        for fd in opened:
+            os.fstat(fd)
+        links = {int(fd): os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+            if int(fd) > 2 and int(fd) not in opened and os.path.exists(f"/proc/self/fd/{fd}")}
+        assert links.pop(reader).startswith("pipe:")
+        assert {writer, other} <= links.keys()
+        assert set(links.values()) == {os.readlink("/proc/self/fd/2") if sys.argv[2] == "full" else "/dev/null"}, links
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(4)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
-def test_what_a_fork_keeps_of_its_parent_closes_no_file_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("table", ["with room", "full"])
+def test_what_a_fork_keeps_of_its_parent_closes_no_file_of_its_own(tmp_path: Path, table: str) -> None:
+    """Also if it can open no file at first."""
     path = tmp_path / "file"
     path.write_bytes(b"content")
-    done = subprocess.run([sys.executable, "-c", FORK, str(path)], capture_output=True, text=True, timeout=LONG_S)
+    command = [sys.executable, "-c", FORK, str(path), table]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S)
     assert done.returncode == 0, done.stderr
-
-
-def test_files_are_closed_where_none_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: str) -> list[str]:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        monkeypatch.setattr(os, "listdir", refuse)
-        process.close_files(keep=reader)
-        os._exit(0 if os.path.exists(f"/proc/self/fd/{reader}") else 3)
-    os.close(writer)
-    assert os.read(reader, 1) == b""
-    os.close(reader)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
