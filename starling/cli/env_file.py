@@ -10,6 +10,7 @@ The file is often another program's. Only variables that Starling uses are taken
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
@@ -35,6 +36,7 @@ USED_NAMES = frozenset(
     }
 )
 _ASSIGNMENT = re.compile(rb"\s*(?:export\s+)?(([A-Za-z_][A-Za-z_0-9]*)\s*=.*)", re.DOTALL)
+_EMPTY = re.compile(r"[^=]*=\s*(?:#.*)?", re.DOTALL)  # nothing behind the sign, or a comment
 
 
 def is_used(name: str) -> bool:
@@ -53,27 +55,31 @@ def read(path: Path) -> dict[str, str]:
     except (FileNotFoundError, IsADirectoryError):  # some name a virtual environment so
         return {}
     found: dict[str, str] = {}
-    for number, line in enumerate(re.split(rb"\r\n|\n|\r", data), 1):
+    for number, line in enumerate(re.split(rb"\r\n|\n|\r", data.removeprefix(codecs.BOM_UTF8)), 1):
         if not (match := _ASSIGNMENT.match(line)) or not is_used(name := match[2].decode()):
             continue
         try:
-            parsed = _parsed(match[1])
+            found[name] = _value(name, match[1])
         except ValueError as error:
             if name.startswith(PREFIX):
                 reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
                 raise ConfigError(f"{path}, line {number}: {reason}: expected NAME=VALUE, or quotes that end") from None
-        else:
-            found |= {name: parsed[name]} if name in parsed else {}  # the parser breaks lines at more characters
     return found
 
 
-def _parsed(assignment: bytes) -> dict[str, str]:
-    """The variable and its value. Raises `ValueError`."""
+def _value(name: str, assignment: bytes) -> str:
+    """The value that an assignment gives the variable. Raises `ValueError`."""
     from honcho import environ  # only for those that have a file
 
     if b"\0" in assignment:
         raise ValueError("a zero byte")
-    return environ.parse(assignment.decode())
+    text = assignment.decode()
+    parsed: dict[str, str] = environ.parse(text)  # more characters end a line there, and empty values are left out
+    if name in parsed:
+        return parsed[name]
+    if name.startswith(PREFIX) and _EMPTY.fullmatch(text):  # libraries would take an empty path or profile for one
+        return ""
+    raise ValueError("a control character")
 
 
 def merge(environment: MutableMapping[str, str], warn: Callable[[str], object]) -> None:

@@ -122,13 +122,15 @@ def start(folder: Path, *arguments: str, **variables: str) -> subprocess.Complet
         (b"A=1\nSTARLING_KEY=hunter2's\n", ".env, line 2: No closing quotation"),
         (b"A='\n\nexport STARLING_KEY=hunter2\xff\n", ".env, line 3: it is not UTF-8"),
         (b"STARLING_KEY=hunter2\0\n", ".env, line 1: a zero byte"),
+        (b"STARLING_KEY\x0c=hunter2\n", ".env, line 1: a control character"),
+        (b"\nSTARLING_KEY=\x0chunter2\n", ".env, line 2: a control character"),
     ],
 )
 def test_a_setting_in_the_env_file_that_cannot_be_parsed_is_one_message(
     tmp_path: Path, content: bytes, reason: str
 ) -> None:
     (tmp_path / ".env").write_bytes(content)
-    done = start(tmp_path, "up")
+    done = start(tmp_path, "config")
     assert (done.returncode, done.stdout) == (78, "")
     assert done.stderr.startswith(f"starling: {reason}")
     assert done.stderr.count("\n") == 1
@@ -159,8 +161,19 @@ def test_lines_of_the_env_file_end_as_on_other_systems_and_have_one_variable(tmp
     assert env_file.read(file) == {"STARLING_A": "1", "STARLING_B": "2"}
     file.write_text("STARLING_A=1\u2028LD_PRELOAD=a.so\n")
     assert env_file.read(file) == {"STARLING_A": "1"}
-    file.write_text("STARLING_A\f=1\nSTARLING_B=2\n")
+    file.write_text("HF_TOKEN\f=1\nSTARLING_B=2\n")
     assert env_file.read(file) == {"STARLING_B": "2"}
+
+
+def test_settings_of_the_env_file_may_be_empty_and_follow_a_byte_order_mark(tmp_path: Path) -> None:
+    """As empty as in the environment, where the server refuses a port without a number."""
+    file = tmp_path / ".env"
+    file.write_bytes(b"\xef\xbb\xbfSTARLING_A=1\nSTARLING_B=\nexport STARLING_C = # 2\nSTARLING_D=''\nSSL_CERT_FILE=\n")
+    assert env_file.read(file) == {"STARLING_A": "1", "STARLING_B": "", "STARLING_C": "", "STARLING_D": ""}
+    file.write_text("STARLING_SERVER__PORT= # 9000\n")
+    done = start(tmp_path, "config", "--json")
+    assert (done.returncode, done.stdout) == (78, "")
+    assert "server.port" in done.stderr
 
 
 @pytest.mark.parametrize(("command", "is_warned"), [("up", True), ("config", False), ("down", False)])
