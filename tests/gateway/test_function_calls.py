@@ -81,27 +81,39 @@ def test_types_follow_from_the_schemas() -> None:
     )
 
 
-def test_the_work_on_schemas_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred references at each of eight levels: 10 ** 16 paths."""
+def test_each_schema_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred references at each of some levels would be 10 ** 16 paths, and a long one takes time to read."""
+    far = {"$ref": "#" + "/" * 10_000}
     parameters = {
         "properties": {"x": {"$ref": "#/$defs/A"}, "y": {"type": "integer"}, "z": {"type": [["string"], {}, "array"]}},
-        "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}] * 100}},
+        "$defs": {
+            "A": {"anyOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}] * 50},
+            "B": {"oneOf": [far, {"allOf": [{"$ref": "#/$defs/A"}, {"enum": [1, True]}]}]},
+        },
     }
-    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("a", "b")]
+    tools = [template_form(name, "", json.loads(json.dumps(parameters))) for name in ("a", "b")]
     target, n_read = types_module._target, 0
 
     def counted(reference: str, root: dict[str, Any]) -> Any:
         nonlocal n_read
-        n_read += 1
-        assert n_read <= types_module._MAX_READ
+        n_read += len(reference)
         return target(reference, root)
 
     monkeypatch.setattr(types_module, "_target", counted)
-    assert parameter_types(tools) == ()  # nothing is known behind what is not read
-    assert n_read
-    n_read = 0
-    parameters["properties"] = dict(reversed(parameters["properties"].items()))
-    assert parameter_types(tools[:1]) == (("a", "z", "array"), ("a", "y", "number"))
+    expected = (("x", "boolean|number"), ("y", "number"), ("z", "array"))
+    assert parameter_types(tools) == tuple((name, *types) for name in ("a", "b") for types in expected)
+    assert 2 * len(far["$ref"]) < n_read < len(json.dumps(tools))
+
+
+def test_types_depend_on_no_other_tool_and_no_level() -> None:
+    number: dict[str, Any] = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+    for _ in range(40):
+        number = {"allOf": [number]}
+    schema = {"properties": {f"p{index}": number for index in range(11)}}
+    tools = [template_form(f"t{index}", "", json.loads(json.dumps(schema))) for index in range(128)]
+    found = parameter_types(tools)
+    assert len(found) == 128 * 11
+    assert {types for _, _, types in found} == {"null|number"}
 
 
 VALUES: list[tuple[str, str, Any]] = [

@@ -1,18 +1,19 @@
 """The JSON types of the parameters of tools, for formats in which models write values without quotes.
 
 A parameter that may be anything counts as a string.  `ToolUse.types` has those that may be something else.
+
+This runs in the event loop.  Each schema is read once, however many references lead to it, so the work grows with the
+size of the tools.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-_MAX_DEPTH = 8  # references and combinations within each other
-_MAX_READ = 4096  # schemas that are read for the tools of a request, in the event loop; of later ones nothing is known
-_TYPES = {"integer": "number", "number": "number"} | {
-    name: name for name in ("string", "boolean", "object", "array", "null")
-}
+_NONE: frozenset[str] = frozenset()
+_TYPES = {name: frozenset({name}) for name in ("number", "string", "boolean", "object", "array", "null")}
+_TYPES["integer"] = _TYPES["number"]
 
 
 def parameter_types(tools: Iterable[dict[str, Any]]) -> tuple[tuple[str, str, str], ...]:
@@ -21,42 +22,63 @@ def parameter_types(tools: Iterable[dict[str, Any]]) -> tuple[tuple[str, str, st
     tools: in the form of the template.
     """
     found = []
-    reader = _Reader()
     for tool in tools:
         function = tool["function"]
         properties = function["parameters"].get("properties")
-        for name, schema in properties.items() if isinstance(properties, dict) else ():
-            types = reader.types(schema, function["parameters"], _MAX_DEPTH)
+        if not isinstance(properties, dict):
+            continue
+        types_by_schema = _types_by_schema(list(properties.values()), function["parameters"])
+        for name, schema in properties.items():
+            types = types_by_schema[id(schema)]
             if types - {"string"}:
                 found.append((function["name"], name, "|".join(sorted(types))))
     return tuple(found)
 
 
-class _Reader:
-    """Reads schemas, as many as it may."""
+def _types_by_schema(schemas: list[Any], root: dict[str, Any]) -> dict[int, frozenset[str]]:
+    """By identity, the types that each schema allows, and each that it leads to; none: any."""
+    types: dict[int, frozenset[str]] = {}
+    users: dict[int, list[int]] = {}  # by schema: those that allow what it allows
+    waiting = [*schemas]
+    while waiting:
+        schema = waiting.pop()
+        if id(schema) in types:
+            continue
+        types[id(schema)], others = _read(schema, root)
+        for other in others:
+            users.setdefault(id(other), []).append(id(schema))
+        waiting += others
+    changed = [schema for schema in users if types[schema]]
+    while changed:  # a schema is here at most once for each type, and once before
+        schema = changed.pop()
+        for user in users.get(schema, ()):
+            if not types[schema] <= types[user]:
+                types[user] |= types[schema]
+                changed.append(user)
+    return types
 
-    def __init__(self) -> None:
-        self._n_left = _MAX_READ
 
-    def types(self, schema: Any, root: dict[str, Any], depth: int) -> set[str]:
-        """The types that a schema allows; none: any."""
-        self._n_left -= 1
-        if not isinstance(schema, dict) or not depth or self._n_left < 0:
-            return set()
-        given = schema.get("type")
-        names = given if isinstance(given, list) else [given]
-        types = {_TYPES[name] for name in names if isinstance(name, str) and name in _TYPES}
-        if types:
-            return types
-        values = schema["enum"] if isinstance(schema.get("enum"), list) else []
-        values = [schema["const"]] if not values and "const" in schema else values
-        types = {_type_of(value) for value in values}
-        for key in ("anyOf", "oneOf", "allOf"):
-            for part in schema[key] if isinstance(schema.get(key), list) else ():
-                types |= self.types(part, root, depth - 1)
-        if isinstance(reference := schema.get("$ref"), str):
-            types |= self.types(_target(reference, root), root, depth - 1)
-        return types
+def _read(schema: Any, root: dict[str, Any]) -> tuple[frozenset[str], Sequence[Any]]:
+    """The types that a schema names, and the schemas that may allow others."""
+    if not isinstance(schema, dict):
+        return _NONE, ()
+    given = schema.get("type")
+    if isinstance(given, list):
+        types = _NONE.union(*(_TYPES[name] for name in given if isinstance(name, str) and name in _TYPES))
+    else:
+        types = _TYPES.get(given, _NONE) if isinstance(given, str) else _NONE
+    if types:
+        return types, ()
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else []
+    values = [schema["const"]] if not values and "const" in schema else values
+    types = frozenset(map(_type_of, values))
+    others: list[Any] = []
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(key), list):
+            others += schema[key]
+    if isinstance(reference := schema.get("$ref"), str):
+        others.append(_target(reference, root))
+    return types, others
 
 
 def _type_of(value: Any) -> str:
@@ -74,7 +96,11 @@ def _type_of(value: Any) -> str:
 
 def _target(reference: str, root: dict[str, Any]) -> Any:
     """What a reference within the schema names; None: nothing."""
+    if not reference.startswith("#"):
+        return None
     target: Any = root
-    for part in reference.removeprefix("#").split("/")[1:]:
-        target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
-    return target if reference.startswith("#") else None
+    for part in reference.split("/")[1:]:
+        if not isinstance(target, dict):
+            return None
+        target = target.get(part.replace("~1", "/").replace("~0", "~"))
+    return target
