@@ -195,6 +195,23 @@ CALLS: list[tuple[str, list[Item]]] = [
             *(CallBegin("now"), Arguments("{}"), CallEnd(True, "{}")),
         ],
     ),
+    # JSON, as other templates have it behind the name.
+    (
+        f"I look. <function=edit>{EDIT}</function>\nDone.",
+        [Text("I look."), CallBegin("edit"), Arguments(EDIT), CallEnd(True, EDIT), Text("Done.")],
+    ),
+    (
+        '<tool_call>\n<function=now>\n{}\n</function>\n</tool_call><function=edit> {"path": "a\nb"}</func',
+        [
+            *(CallBegin("now"), Arguments("{}"), CallEnd(True, "{}")),
+            *(CallBegin("edit"), Arguments('{"path": "a\\nb"}'), CallEnd(True, '{"path": "a\\nb"}')),
+        ],
+    ),
+    # The name of a tool in text.
+    (
+        "Use `<function=now>`: <function=now></function>",
+        [Text("Use `<function=now>`:"), CallBegin("now"), Arguments("{}"), CallEnd(True, "{}")],
+    ),
     # Cut off, and broken.
     (call(PARTS)[:-40], [CallBegin("edit"), Arguments('{"path": "a", "n": '), CallEnd(False, '{"path": "a"}')]),
     (
@@ -230,6 +247,12 @@ def test_calls(text: str, expected: list[Item]) -> None:
         f"<function={'n' * 200}>",
         "a <b> <function",
         "<tool_call> <parameter=a>",
+        "Use <function=edit> to edit.",
+        "Write `<function=edit>` and `<parameter=path>`.",
+        "<function=edit>",
+        "<function=edit>\n<param",
+        "<function=edit><parameter=>",
+        f"<function=edit>{' ' * 5000}<parameter=path>",
     ],
 )
 def test_what_is_not_a_call_comes_back_as_text(text: str) -> None:
@@ -239,8 +262,8 @@ def test_what_is_not_a_call_comes_back_as_text(text: str) -> None:
 
 def test_strings_are_not_held_back() -> None:
     parser = CallParser(FORMATS["qwen3_coder"], NAMES, False, TYPES)
-    assert parser.feed("<tool_call>\n<function=edit>") == [CallBegin("edit"), Arguments("{")]
-    assert parser.feed("\n<parameter=path>\nab") == [Arguments('"path": "ab')]
+    assert parser.feed("<tool_call>\n<function=edit>") == []
+    assert parser.feed("\n<parameter=path>\nab") == [CallBegin("edit"), Arguments('{"path": "ab')]
     assert parser.feed("c\n</para") == [Arguments("c")]
     assert parser.feed("d") == [Arguments("\\n</parad")]
     assert parser.feed("</parameter>\n<parameter=n>\n1") == [Arguments('", "n": ')]
@@ -254,6 +277,7 @@ def test_strings_are_not_held_back() -> None:
 FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<function=edit>", "<function=now>", "<function=", "</function>", "<parameter="),
     *("<parameter=path>", "<parameter=n>", "<parameter=note>", "<parameter=items>", "</parameter>", "</param", "\n"),
+    '{"path": 1}',
     *(parameter("path", 'a"b\n'), parameter("x", "null"), parameter("items", "[1]"), call(PARTS), call("", "now")),
     *('{"name": "now", "arguments": {}}', "1", "nul", "true", "ä🐦", "<", ">", " ", "\x01", "\\", "edit"),
 ]

@@ -31,7 +31,7 @@ from pipeline.api.requests.tool_formats import (
     format_of,
 )
 from stages.gateway.tool_calls.call_object import MAX_HEAD, SPACE, CallObject
-from stages.gateway.tool_calls.function_body import FunctionBody, overlap
+from stages.gateway.tool_calls.function_body import END_OF_FUNCTION, FunctionBody, overlap
 
 MAX_SPACE = 256  # characters of white space that wait for what follows them
 SEPARATORS = (",", ";")  # of the calls of an array, and of others
@@ -96,8 +96,9 @@ class CallParser:
         self._is_array = False  # the call is in an array
         self._call: CallObject | None = None
         self._types = types
-        self._body: FunctionBody | None = None  # of a certain call in Qwen3-Coder's form
-        self._arguments: JsonValue | None = None  # of a certain call, until they end
+        self._function = ""  # the tool of a call in Qwen3-Coder's form
+        self._body: FunctionBody | None = None  # of that call
+        self._arguments: JsonValue | FunctionBody | None = None  # of a certain call, until they end
         self._fragments: list[str] = []  # of its arguments
 
     @property
@@ -231,10 +232,27 @@ class CallParser:
         if name not in self._names:
             self._fail()
             return at
-        self._begin_call(name, JsonValue())
+        self._raw += text[at : end + 1]
+        self._function = name
         self._body = FunctionBody({key: types for tool, key, types in self._types if tool == name})
-        self._go(self._function_body)
-        return self._function_body(text, end + 1)
+        self._go(self._function_start)
+        return end + 1
+
+    def _function_start(self, text: str, at: int) -> int:
+        """After `<function=NAME>`: parameters, or JSON, as other templates have it."""
+        c = text[at]
+        if c in SPACE:
+            if len(self._raw) >= MAX_HEAD:
+                self._fail()
+                return at
+            self._raw += c
+            return at + 1
+        if c == "{":
+            self._begin_call(self._function, JsonValue(escapes_controls=True))
+            self._go(self._plain_arguments)
+        else:
+            self._go(self._function_body)
+        return at
 
     def _name(self, text: str, at: int) -> int:
         """`NAME[ARGS]{...}` or `NAME[CALL_ID]ID[ARGS]{...}`."""
@@ -298,7 +316,7 @@ class CallParser:
     def _plain_arguments(self, text: str, at: int) -> int:
         """Arguments that are not in an object."""
         value = self._arguments
-        assert value is not None
+        assert isinstance(value, JsonValue)
         end = value.feed(text, at, len(text))
         self._add_arguments(value.take_output())
         if value.is_complete or value.is_bad:
@@ -306,20 +324,23 @@ class CallParser:
         return end
 
     def _function_body(self, text: str, at: int) -> int:
-        """Parameters of Qwen3-Coder's form."""
-        body, value = self._body, self._arguments
+        """Parameters of Qwen3-Coder's form. The first one, or the end, shows that it is a call."""
+        body = self._body
         assert body is not None
-        assert value is not None
         end = body.feed(text, at)
         fragment = body.take_output()
-        value.feed(fragment, 0, len(fragment))
+        if self._arguments is None:
+            if not fragment:
+                if body.is_bad:
+                    self._fail()
+                return end
+            self._begin_call(self._function, body)
         self._add_arguments(fragment)
-        if body.is_bad or body.is_done:
-            self._body = None
+        if body.is_bad or body.is_complete:
             self._end_call_at(body.is_bad)
         return end
 
-    def _begin_call(self, name: str, arguments: JsonValue) -> None:
+    def _begin_call(self, name: str, arguments: JsonValue | FunctionBody) -> None:
         self._raw, self._arguments, self._fragments = "", arguments, []
         self.n_calls += 1
         self._items.append(CallBegin(name))
@@ -376,6 +397,11 @@ class CallParser:
             return at + len(closer)
         if closer and closer.startswith(text[at:]):
             return at
+        if FUNCTION in self._format.openers:  # after arguments in JSON
+            if text.startswith(END_OF_FUNCTION, at):
+                return at + len(END_OF_FUNCTION)
+            if END_OF_FUNCTION.startswith(text[at:]):
+                return at
         if c == ";" and not closer:
             self._raw = c
             self._go(self._after_opener)

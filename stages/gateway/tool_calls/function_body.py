@@ -26,14 +26,16 @@ _ENDS = (f"\n{END_OF_PARAMETER}", END_OF_PARAMETER)
 
 
 class FunctionBody:
-    """Takes the text after `<function=NAME>`."""
+    """Takes the text after `<function=NAME>`. There is no output before the first parameter, or the end."""
 
     def __init__(self, types: Mapping[str, str]) -> None:
         """types: of parameters, JSON types divided by `|`; a string for any other."""
         self.is_bad = False  # the next character does not continue the call
-        self.is_done = False
+        self.is_complete = False
         self._types = types
-        self._output = "{"
+        self._output = ""
+        self._length = 0  # of all output
+        self._cut = 0  # the output up to here is an object that lacks its brace
         self._keys: set[str] = set()
         self._allowed: frozenset[str] | None = None  # types of the value that is being read; None: no value is
         self._is_first = False  # a line break here is not part of the value
@@ -45,9 +47,13 @@ class FunctionBody:
         output, self._output = self._output, ""
         return output
 
+    def closed(self, text: str) -> str:
+        """Return `text`, all of the output, as a whole object: cut after its last whole member, and closed."""
+        return text if self.is_complete else text[: self._cut] + "}"
+
     def feed(self, text: str, at: int) -> int:
         """Take characters from `text[at]` on. Returns the position after the last one that was taken."""
-        while at < len(text) and not (self.is_bad or self.is_done):
+        while at < len(text) and not (self.is_bad or self.is_complete):
             begin = at
             at = self._tag(text, at) if self._allowed is None else self._value(text, at, self._allowed)
             if at == begin:
@@ -58,8 +64,8 @@ class FunctionBody:
         if text[at] in _SPACE:
             return at + 1
         if text.startswith(END_OF_FUNCTION, at):
-            self._output += "}"
-            self.is_done = True
+            self._add("}" if self._keys else "{}")
+            self.is_complete = True
             return at + len(END_OF_FUNCTION)
         if not text.startswith(PARAMETER, at):
             self.is_bad = not (PARAMETER.startswith(text[at:]) or END_OF_FUNCTION.startswith(text[at:]))
@@ -72,7 +78,10 @@ class FunctionBody:
         if not key or key in self._keys:
             self.is_bad = True
             return at
-        self._output += f"{', ' if self._keys else ''}{json.dumps(key, ensure_ascii=False)}: "
+        if not self._keys:
+            self._add("{")
+            self._cut = self._length
+        self._add(f"{', ' if self._keys else ''}{json.dumps(key, ensure_ascii=False)}: ")
         self._keys.add(key)
         self._allowed = frozenset(self._types.get(key, "string").split("|"))
         self._is_first, self._is_open, self._text = True, False, ""
@@ -89,10 +98,8 @@ class FunctionBody:
             self._take(text[at:end], allowed)
             return end
         self._take(text[at : found - 1 if found > at and text[found - 1] == "\n" else found], allowed)
-        if self._is_open:
-            self._output += '"'
-        else:
-            self._output += _as_json(self._text, allowed)
+        self._add('"' if self._is_open else _as_json(self._text, allowed))
+        self._cut = self._length
         self._allowed = None
         return found + len(END_OF_PARAMETER)
 
@@ -103,10 +110,14 @@ class FunctionBody:
         if "string" not in allowed or may_be_null:
             return  # the end shows what it is
         if self._text and not self._is_open:
-            self._output += '"'
+            self._add('"')
             self._is_open = True
-        self._output += json.dumps(self._text, ensure_ascii=False)[1:-1]
+        self._add(json.dumps(self._text, ensure_ascii=False)[1:-1])
         self._text = ""
+
+    def _add(self, output: str) -> None:
+        self._output += output
+        self._length += len(output)
 
 
 def overlap(text: str, begin: int, marks: tuple[str, ...]) -> int:
