@@ -21,7 +21,7 @@ from pipeline.errors import InvalidRequest
 to_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 CONTENT_TYPE = "application/json"
 
-MAX_DIGITS = 64  # in one number: more than any bound needs, and few enough to parse quickly
+MAX_DIGITS = 256  # characters of one number: few enough to parse quickly, and that a whole one is a finite float
 
 SHOWN_CHARACTERS = 60  # of a name in an error message
 MAX_DEPTH = 100  # arrays and objects within each other; no endpoint needs 10
@@ -202,7 +202,7 @@ def _int(digits: str) -> int:
 
 
 def _float(digits: str) -> float:
-    value = float(digits) if len(digits) <= 4 * MAX_DIGITS else math.inf
+    value = float(digits) if len(digits) <= MAX_DIGITS else math.inf
     if not math.isfinite(value):
         fault = f"the body contains the number {digits[:32]}, which is too large"
         raise _RejectedError(fault, "send a smaller one", digits)

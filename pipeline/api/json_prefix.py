@@ -1,16 +1,20 @@
 """Checks JSON while it is being generated: `JsonValue` takes a text in parts and knows where it stops being JSON.
 
-The grammar is RFC 8259's, with a bound on depth.  Models also write line breaks and tabs inside strings as they are: on
-demand they are taken, and `take_output` has them escaped.  Of a value that was cut off, `closed` makes a whole one.
-Memory is bounded whatever the text.  Independent of tool calls.
+The grammar is RFC 8259's, with bounds on depth and on numbers that let a client send the value back.  Models also write
+line breaks and tabs inside strings as they are: on demand they are taken, and `take_output` has them escaped.  Of a
+value that was cut off, `closed` makes a whole one.  Memory is bounded whatever the text.  Independent of tool calls.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 
-from pipeline.api.json_body import MAX_DEPTH
+from pipeline.api import json_body
+from pipeline.api.json_body import MAX_DIGITS
+
+MAX_DEPTH = json_body.MAX_DEPTH - 10  # arrays and objects; a message with the value has five around it
 
 _SPACE = " \t\n\r"
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # characters of a string that stand for themselves
@@ -64,7 +68,7 @@ class JsonValue:
         self._state = _VALUE
         self._stack: list[str] = []  # the characters that close the open arrays and objects
         self._is_key = False  # the string that is being read is a name
-        self._word = ""  # a literal so far
+        self._word = ""  # a literal or a number so far
         self._part = _MINUS  # of a number
         self._hex = 0  # digits that a \u escape still needs
         self._length = 0  # characters taken, as they are in the output
@@ -148,7 +152,7 @@ class JsonValue:
         part = _MINUS if c == "-" else _next_part(_MINUS, c)
         if part is None:
             return False
-        self._part, self._state = part, _NUMBER
+        self._word, self._part, self._state = c, part, _NUMBER
         return True
 
     def _ended(self, taken: int) -> None:
@@ -170,10 +174,12 @@ class JsonValue:
     def _continue_number(self, c: str, taken: int) -> bool:
         """Take a character of the number, or end the number: then the character belongs to what follows it."""
         part = _next_part(self._part, c)
-        if part is not None:
+        if part is not None and len(self._word) < MAX_DIGITS:
             self._part = part
+            self._word += c
             return True
-        if c in " \t\n\r,]}" and self._part in _NUMBER_ENDS:
+        is_ended = c in " \t\n\r,]}" and self._part in _NUMBER_ENDS
+        if is_ended and math.isfinite(float(self._word)):
             self._ended(taken)
         else:
             self.is_bad = True

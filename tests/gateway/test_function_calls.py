@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.api.json_body import MAX_DIGITS
+from pipeline.api.json_prefix import MAX_DEPTH
 from pipeline.api.requests.tool_fields import template_form
 from pipeline.api.requests.tool_formats import FORMATS
 from stages.gateway.tool_calls import parameter_types as types_module
@@ -126,7 +128,11 @@ VALUES: list[tuple[str, str, Any]] = [
     ("any", "{}", "{}"),
     ("n", "17", 17),
     ("n", " -17 ", -17),
-    ("n", "1" * 80, int("1" * 80)),
+    ("n", "1" * MAX_DIGITS, int("1" * MAX_DIGITS)),
+    ("n", "1" * (MAX_DIGITS + 1), "1" * (MAX_DIGITS + 1)),  # no body may have that number
+    ("n", "1e999", "1e999"),
+    ("n", "1\n\n2", "1\n\n2"),
+    ("n", "\n 1\n", 1),
     ("n", "five", "five"),
     ("n", "", ""),
     ("n", "1, 2", "1, 2"),
@@ -140,7 +146,9 @@ VALUES: list[tuple[str, str, Any]] = [
     ("items", '["a\nb"]', ["a\nb"]),
     ("items", '["a"', '["a"'),
     ("items", "[] []", "[] []"),
-    ("items", "[" * 100 + "]" * 100, "[" * 100 + "]" * 100),  # too deep beside the object around it
+    ("items", "[1], [2]", "[1], [2]"),
+    ("items", "[1]]", "[1]]"),
+    ("items", "[" * MAX_DEPTH + "]" * MAX_DEPTH, "[" * MAX_DEPTH + "]" * MAX_DEPTH),  # too deep in the object around it
     ("where", '{"a": {"b": 1}}', {"a": {"b": 1}}),
     ("where", '"text"', '"text"'),
     ("note", "null", None),

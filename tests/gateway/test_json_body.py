@@ -83,7 +83,7 @@ def test_errors_name_the_position() -> None:
     for body, place in (
         (b'{"a": "NaN",\n "b": [NaN]}', "NaN, which is not a number in JSON, at line 2, column 8 (character 20)"),
         (b'{"a": -1e999}', "-1e999, which is too large, at line 1, column 7 (character 6)"),
-        (b'{"a": 1' + b"0" * 70 + b"}", "71 digits, more than 64, at line 1, column 7 (character 6)"),
+        (b'{"a": 1' + b"0" * 256 + b"}", "257 digits, more than 256, at line 1, column 7 (character 6)"),
         (b'{"a": {"b": "\\"b", "b": 1}, "b": 2}', "'b' twice in one object, at line 1, column 20 (character 19)"),
         (b'{"b": [{"b": 1}],\n "\\u0062": 2}', "'b' twice in one object, at line 2, column 2 (character 19)"),
     ):

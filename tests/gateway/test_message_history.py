@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 import pytest
 
+from pipeline.api.json_body import parse_object
+from pipeline.api.json_prefix import MAX_DEPTH
 from pipeline.api.requests.messages import read_count, text_characters
+from pipeline.api.requests.tool_formats import FORMATS
 from pipeline.errors import InvalidRequest
+from stages.gateway.tool_calls.call_parser import CallEnd, CallParser
 from tests.gateway.peers import CONTEXT, MODEL
 from tests.gateway.server import Server
 from tests.gateway.test_messages import FORMAT, PATH, error, message, prompt
@@ -31,6 +36,22 @@ def test_a_long_number_in_the_input_of_a_call_does_not_end_the_conversation(serv
     wrong = {**use, "input": [10**30]}
     answer = server.post(PATH, message("x", messages=[messages[0], {"role": "assistant", "content": [wrong]}]))
     assert "an object" in error(answer, "invalid_request_error")
+
+
+def test_the_deepest_input_of_a_call_can_be_sent_back() -> None:
+    """The body that has it in a message is deeper."""
+    arguments = f'{{"x": {"[" * (MAX_DEPTH - 1)}{"]" * (MAX_DEPTH - 1)}}}'
+    parser = CallParser(FORMATS["hermes"], {"weather"})
+    end = parser.feed(f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>')[-1]
+    assert end == CallEnd(True, arguments)
+    use = {"type": "tool_use", "id": "a", "name": "weather", "input": json.loads(arguments)}
+    messages = [
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]},
+    ]
+    read = read_count(parse_object(json.dumps({"model": MODEL, "messages": messages}).encode())).messages
+    assert read is not None
+    assert read[0]["tool_calls"][0]["function"]["arguments"] == use["input"]
 
 
 def test_messages_of_one_role_after_each_other_become_one() -> None:
