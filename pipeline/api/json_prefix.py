@@ -53,6 +53,7 @@ class JsonValue:
         "_hex",
         "_is_key",
         "_length",
+        "_most",
         "_output",
         "_part",
         "_stack",
@@ -62,8 +63,11 @@ class JsonValue:
         "is_bad",
     )
 
-    def __init__(self, *, escapes_controls: bool = False) -> None:
-        """escapes_controls: control characters in strings are taken; `take_output` returns what is JSON instead."""
+    def __init__(self, *, escapes_controls: bool = False, n_around: int = 0) -> None:
+        """escapes_controls: control characters in strings are taken; `take_output` returns what is JSON instead.
+
+        n_around: arrays and objects that the value lies in, for the bound on depth.
+        """
         self.is_bad = False  # the next character does not continue the value
         self._state = _VALUE
         self._stack: list[str] = []  # the characters that close the open arrays and objects
@@ -74,6 +78,7 @@ class JsonValue:
         self._length = 0  # characters taken, as they are in the output
         self._cut = (0, "")  # the value can be cut at this length and closed by these characters
         self._escapes_controls = escapes_controls
+        self._most = MAX_DEPTH - n_around  # open arrays and objects
         self._output: list[str] = []  # with `escapes_controls`: the text so far, as JSON
         self._written = 0  # the position in the current part up to which the output has it
 
@@ -140,7 +145,7 @@ class JsonValue:
 
     def _begin_value(self, c: str, taken: int) -> bool:
         if c in "{[":
-            if len(self._stack) >= MAX_DEPTH:
+            if len(self._stack) >= self._most:
                 return False
             self._stack.append("}" if c == "{" else "]")
             self._state = _KEY_OR_CLOSE if c == "{" else _VALUE_OR_CLOSE

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.api.json_body import MAX_DIGITS
-from pipeline.api.json_prefix import MAX_DEPTH
+from pipeline.api.json_prefix import MAX_DEPTH, JsonValue
 from pipeline.api.requests.tool_fields import template_form
 from pipeline.api.requests.tool_formats import FORMATS
+from stages.gateway.tool_calls import call_parser, function_body
 from stages.gateway.tool_calls import parameter_types as types_module
 from stages.gateway.tool_calls.call_parser import Arguments, CallBegin, CallEnd, CallParser, Item, Text
 from stages.gateway.tool_calls.parameter_types import parameter_types
@@ -280,6 +281,30 @@ def test_strings_are_not_held_back() -> None:
         CallEnd(True, '{"path": "abc\\n</parad", "n": 12}'),
     ]
     assert parser.feed("\n</tool_call>") == parser.finish() == []
+
+
+def test_a_long_array_is_checked_while_it_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its end, all of it would hold the event loop."""
+    n_checked = 0
+
+    class Counted(JsonValue):
+        def feed(self, text: str, at: int, end: int) -> int:
+            nonlocal n_checked
+            n_checked += end - at
+            return super().feed(text, at, end)
+
+    for module in (function_body, call_parser):
+        monkeypatch.setattr(module, "JsonValue", Counted)
+    parser = CallParser(FORMATS["qwen3_coder"], NAMES, False, TYPES)
+    array = json.dumps([1] * 1000)
+    parser.feed("<function=edit>\n<parameter=items>\n")
+    for at in range(0, len(array), 7):
+        assert parser.feed(array[at : at + 7]) == []
+    assert n_checked == len(array)
+    rest, end = parser.feed("\n</parameter>\n</function>")
+    assert rest == Arguments(f"{array}}}")
+    assert end == CallEnd(True, f'{{"items": {array}}}')
+    assert n_checked < len(array) + 10
 
 
 FRAGMENTS = [

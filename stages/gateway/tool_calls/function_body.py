@@ -6,8 +6,8 @@
     </function>
 
 A value is a string unless the schema of the tool says otherwise (`parameter_types.py`).  Strings come out as they are
-generated, other values at their end, since text that is not JSON of the type becomes a string.  The line breaks after
-the first tag and before the last one are not part of the value.
+generated, other values at their end, since text that is not JSON of the type becomes a string; they are checked as they
+are generated.  The line breaks after the first tag and before the last one are not part of the value.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ MAX_KEY = 256  # characters of a parameter's name
 _SPACE = " \t\n\r"
 _NULL = "null"
 _KINDS = {"{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": _NULL, '"': "string"}  # by first character
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": _NULL}
 _ENDS = (f"\n{END_OF_PARAMETER}", END_OF_PARAMETER)
 
 
@@ -37,10 +38,8 @@ class FunctionBody:
         self._length = 0  # of all output
         self._cut = 0  # the output up to here is an object that lacks its brace
         self._keys: set[str] = set()
-        self._allowed: frozenset[str] | None = None  # types of the value that is being read; None: no value is
+        self._value: _Text | _Json | None = None  # that is being read
         self._is_first = False  # a line break here is not part of the value
-        self._is_open = False  # the string has begun in the output
-        self._text = ""  # of a value that is not in the output
 
     def take_output(self) -> str:
         """Return the JSON text since the last time."""
@@ -55,7 +54,7 @@ class FunctionBody:
         """Take characters from `text[at]` on. Returns the position after the last one that was taken."""
         while at < len(text) and not (self.is_bad or self.is_complete):
             begin = at
-            at = self._tag(text, at) if self._allowed is None else self._value(text, at, self._allowed)
+            at = self._tag(text, at) if self._value is None else self._take(text, at, self._value)
             if at == begin:
                 break  # it needs more text
         return at
@@ -83,11 +82,13 @@ class FunctionBody:
             self._cut = self._length
         self._add(f"{', ' if self._keys else ''}{json.dumps(key, ensure_ascii=False)}: ")
         self._keys.add(key)
-        self._allowed = frozenset(self._types.get(key, "string").split("|"))
-        self._is_first, self._is_open, self._text = True, False, ""
+        allowed = frozenset(self._types.get(key, "string").split("|"))
+        self._value = _Text(may_be_null=_NULL in allowed) if "string" in allowed else _Json(allowed)
+        self._is_first = True
         return end + 1
 
-    def _value(self, text: str, at: int, allowed: frozenset[str]) -> int:
+    def _take(self, text: str, at: int, value: _Text | _Json) -> int:
+        """More of a value."""
         if self._is_first:
             self._is_first = False
             if text[at] == "\n":
@@ -95,29 +96,74 @@ class FunctionBody:
         found = text.find(END_OF_PARAMETER, at)
         if found < 0:
             end = len(text) - overlap(text, at, _ENDS)
-            self._take(text[at:end], allowed)
+            self._add(value.feed(text[at:end]))
             return end
-        self._take(text[at : found - 1 if found > at and text[found - 1] == "\n" else found], allowed)
-        self._add('"' if self._is_open else _as_json(self._text, allowed))
+        self._add(value.feed(text[at : found - 1 if found > at and text[found - 1] == "\n" else found]))
+        self._add(value.finish())
         self._cut = self._length
-        self._allowed = None
+        self._value = None
         return found + len(END_OF_PARAMETER)
-
-    def _take(self, part: str, allowed: frozenset[str]) -> None:
-        """More of a value."""
-        self._text += part
-        may_be_null = not self._is_open and _NULL in allowed and _NULL.startswith(self._text)
-        if "string" not in allowed or may_be_null:
-            return  # the end shows what it is
-        if self._text and not self._is_open:
-            self._add('"')
-            self._is_open = True
-        self._add(json.dumps(self._text, ensure_ascii=False)[1:-1])
-        self._text = ""
 
     def _add(self, output: str) -> None:
         self._output += output
         self._length += len(output)
+
+
+class _Text:
+    """A string, or null."""
+
+    def __init__(self, *, may_be_null: bool) -> None:
+        self._may_be_null = may_be_null  # the text so far is the beginning of that
+        self._held = ""
+        self._is_open = False  # the output has begun
+
+    def feed(self, part: str) -> str:
+        """Take more of the text. Returns what follows in the output."""
+        self._held += part
+        self._may_be_null = self._may_be_null and _NULL.startswith(self._held)
+        if self._may_be_null or not self._held:
+            return ""
+        opening, self._is_open = "" if self._is_open else '"', True
+        part, self._held = self._held, ""
+        return opening + json.dumps(part, ensure_ascii=False)[1:-1]
+
+    def finish(self) -> str:
+        """Return the end of the output."""
+        if self._is_open:
+            return '"'
+        return _NULL if self._may_be_null and self._held == _NULL else json.dumps(self._held)
+
+
+class _Json:
+    """JSON of one of some types, none of them a string; any other text is a string."""
+
+    def __init__(self, allowed: frozenset[str]) -> None:
+        self._allowed = allowed
+        self._parts: list[str] = []
+        self._kind = ""  # of the value, by its first character; "": there was only white space
+        self._value = JsonValue(escapes_controls=True, n_around=1)
+
+    def feed(self, part: str) -> str:
+        """Take more of the text. Returns "": what it is shows at its end."""
+        self._parts.append(part)
+        at = 0
+        if not self._kind:
+            at = len(part) - len(part.lstrip(_SPACE))
+            self._kind = _KINDS.get(part[at], "number") if at < len(part) else ""
+        if self._kind in self._allowed and not self._value.is_bad:
+            end = self._value.feed(part, at, len(part))
+            self._value.is_bad |= bool(part[end:].strip(_SPACE))  # of what follows the value
+        return ""
+
+    def finish(self) -> str:
+        """Return the output."""
+        text = "".join(self._parts)
+        if word := _PYTHON_WORDS.get(text.strip(_SPACE)):
+            return word if _KINDS[word[0]] in self._allowed else json.dumps(text)
+        self._value.feed("\n", 0, 1)  # ends a number
+        if self._value.is_complete and not self._value.is_bad:
+            return self._value.take_output()
+        return json.dumps(text, ensure_ascii=False)
 
 
 def overlap(text: str, begin: int, marks: tuple[str, ...]) -> int:
@@ -127,20 +173,3 @@ def overlap(text: str, begin: int, marks: tuple[str, ...]) -> int:
         if any(mark.startswith(tail) and len(mark) > length for mark in marks):
             return length
     return 0
-
-
-def _as_json(text: str, allowed: frozenset[str]) -> str:
-    """The JSON text of a value: of an allowed type if it is that, otherwise a string."""
-    plain = text.strip(_SPACE)
-    if plain in ("True", "False", "None"):  # Python's words
-        plain = {"True": "true", "False": "false", "None": _NULL}[plain]
-    kind = _KINDS.get(plain[:1], "number")
-    if kind in allowed and kind != "string":
-        value = JsonValue(escapes_controls=True)
-        end = value.feed(f"{plain}\n", 0, len(plain) + 1)  # a number ends before the line break
-        written = value.take_output()
-        inner = JsonValue()
-        inner.feed(f"[{written}", 0, len(written) + 1)  # one level more, as in the arguments
-        if value.is_complete and end >= len(plain) and not inner.is_bad:
-            return written
-    return json.dumps(text, ensure_ascii=False)
