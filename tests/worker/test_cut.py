@@ -135,7 +135,7 @@ def test_xtc_compares_weights_that_are_not_rounded(threshold: float) -> None:
 
 @pytest.mark.parametrize("n_infinite", [10, 5990, 6000])
 def test_top_k_of_infinite_values(n_infinite: int) -> None:
-    """A repetition penalty below 1 makes them, and a temperature behind top_k ends at 3e38."""
+    """A repetition penalty below 1 makes them, and a temperature behind top_k makes them finite."""
     values = np.random.default_rng(1).standard_normal(6000).astype(np.float32)
     values[np.random.default_rng(2).permutation(6000)[:n_infinite]] = np.inf
     scratch, best = _scratch_of(values), Candidates(np.arange(6000, dtype=np.int32), values.copy())
@@ -147,11 +147,23 @@ def test_top_k_of_infinite_values(n_infinite: int) -> None:
 
 @pytest.mark.parametrize("top_k", [5000, cut.SORTED + 1])
 def test_top_k_keeps_infinitely_low_values_where_there_are_no_others(top_k: int) -> None:
-    """If a temperature makes all values -inf, the lowest id of the list is drawn."""
+    """If penalties make all values -inf, the lowest id of the list is drawn."""
+    values = np.full(6000, -9, np.float32)
+    likely = np.array([30, 20, 10], np.int32)
+    values[likely] = 0
+    p = reference.Parameters(min_p=0.5, top_k=top_k, frequency=3e38, order=("mask", "min_p", "top_k", "penalties"))
+    tokens = np.tile(likely, 2)
+    assert Sampler(len(values))(values, tokens, 0, p) == reference.sample(values, tokens, 0, p) == 0
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-45])
+def test_a_tiny_temperature_behind_a_list_leaves_the_likeliest(temperature: float) -> None:
     values = np.linspace(-9, -5, 6000).astype(np.float32)
     order = ("mask", "min_p", "top_k", "temperature")
-    p = reference.Parameters(min_p=0.5, top_k=top_k, temperature=1e-38, order=order)
-    _tokens_equal(values, p, 1, 0.0)
+    for seed in range(3):
+        p = reference.Parameters(seed=seed, min_p=0.5, top_k=5000, temperature=temperature, order=order)
+        assert Sampler(6000)(values, np.zeros(1, np.int32), 1, p) == 5999
+        _tokens_equal(values, p, seed, 0.5)
 
 
 class Kernel:

@@ -19,7 +19,7 @@ PARAMETERS = st.builds(
     reference.Parameters,
     seed=st.integers(0, 2**64 - 1),
     choice=st.integers(0, 7),
-    temperature=st.sampled_from([0.0, 0.2, 1.0, 1.7, 1e-30]).map(lambda t: float(np.float32(t))),
+    temperature=st.sampled_from([0.0, 0.2, 1.0, 1.7, 1e-30, 1.2e-38, 1e-45]).map(lambda t: float(np.float32(t))),
     top_k=st.sampled_from([0, 1, 2, 40, 49, 300, 100000]),
     top_p=st.sampled_from([0.0, 0.1, 0.9, 0.99, 1.0]),
     repetition=st.sampled_from([1.0, 1.3, 0.8]),
@@ -69,6 +69,40 @@ def test_a_masked_draw_equals_the_reference_and_is_allowed(
     token = Sampler(vocab)(logits, tokens, start, p, allowed)
     assert token == reference.sample(logits, tokens, start, p, allowed)
     assert allowed[token]
+
+
+@pytest.mark.parametrize("temperature", [1e-36, 1.1754944e-38, 1e-38, 1e-45])
+@pytest.mark.parametrize("logits", [[10.0, 20.0, 19.5, 20.0], [-5.0, -4.0, -6.0, -4.0]])
+@pytest.mark.parametrize("vocab", [4, 5000])
+def test_the_smallest_temperature_leaves_the_likeliest_tokens(
+    temperature: float, logits: list[float], vocab: int
+) -> None:
+    """Quotients that leave the range of f32 are not equal, and not all of them are lost."""
+    values = np.full(vocab, -9, np.float32)
+    values[-4:] = logits
+    kernel, token = Sampler(vocab), np.zeros(1, np.int32)
+    drawn = set()
+    for seed in range(50):
+        p = reference.Parameters(seed=seed, temperature=temperature)
+        drawn.add(kernel(values, token, 1, p))
+        assert kernel(values, token, 1, p) == reference.sample(values, token, 1, p)
+    assert drawn == {vocab - 3, vocab - 1}
+    p = reference.Parameters(temperature=temperature, top_k=1)
+    assert kernel(values, token, 1, p) == reference.sample(values, token, 1, p) == vocab - 3
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.9])
+def test_the_values_of_other_temperatures_are_the_quotients(temperature: float) -> None:
+    """Also of the largest logits that a quotient in range allows."""
+    t = np.float32(temperature)
+    for scale in (1.0, 2.9e38 * min(temperature, 1.0)):
+        values = (np.linspace(-1, 1, 64) * scale).astype(np.float32)
+        quotients = values / t
+        for seed in range(10):
+            p = reference.Parameters(seed=seed, temperature=temperature)
+            token = Sampler(64)(values, np.zeros(1, np.int32), 1, p)
+            plain = reference.Parameters(seed=seed)
+            assert token == reference.sample(quotients, np.zeros(1, np.int32), 1, plain)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -80,6 +80,14 @@ def _bias(c: Candidates, p: Parameters) -> None:
             c.values[where[token]] += _F(bias)
 
 
+def _temper(c: Candidates, t: np.float32) -> None:
+    top = c.values.max()
+    if top > -np.inf and abs(top / t) > V_MAX:
+        limit = min(top, V_MAX)
+        c.values = np.minimum(c.values, limit) - limit
+    c.values = c.values / t
+
+
 def _repetition(c: Candidates, p: Parameters, history: np.ndarray) -> None:
     if p.repetition == 1.0:
         return
@@ -136,7 +144,7 @@ def sample(
         elif step == "repetition":
             _repetition(c, p, tokens)
         elif step == "temperature" and p.temperature > 0:
-            c.values = np.minimum(c.values / _F(p.temperature), V_MAX)
+            _temper(c, _F(p.temperature))
         elif step == "top_k" and 0 < p.top_k < len(c.ids):
             c.sort()
             c.keep(p.top_k)

@@ -155,9 +155,13 @@ def _penalties(scratch, vocab, n, whole, tokens, n_tokens, frequency, presence):
 
 @numba.njit(**INNER)
 def _temper(x, n, t):
-    divisor, limit = splat_f32(t), splat_f32(_F(_V_MAX))
+    top, divisor = largest(x, n), splat_f32(t)
+    limit, shift = splat_f32(_F(np.inf)), splat_f32(_F(0.0))
+    # The largest quotient stays finite, so that its candidates can be told from all others.
+    if top > _F(-np.inf) and abs(top / t) > _F(_V_MAX):
+        limit = shift = splat_f32(min(top, _F(_V_MAX)))
     for i in range(0, n, LANES):
-        store_f32(x + 4 * i, minimum(load_f32(x + 4 * i) / divisor, limit))
+        store_f32(x + 4 * i, (minimum(load_f32(x + 4 * i), limit) - shift) / divisor)
 
 
 # ------------------------------------------------------------------ drawing
