@@ -6,6 +6,7 @@ test_architectures.py compares every such architecture with the reference, test_
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ import pytest
 
 from pipeline.errors import ConfigError
 from shm.checkpoint import Checkpoint, load_index
+from stages.worker.checkpoint.gguf import GgufFile
 from stages.worker.checkpoint.ingest import ingest
 from stages.worker.checkpoint.layout import unpack
 from stages.worker.checkpoint.prepare_source import prepare_source
 from stages.worker.kernels.formats import FORMATS
 from tests.worker.conftest import Ingested, TinyGguf
+from tests.worker.huggingface_files import written
 from tests.worker.kernel_logits import kernel_logits, same_bytes
 from tools.reference.exact_forward import ExactModel, ExactSequence
 from tools.step_runner import StepRunner
@@ -121,7 +124,22 @@ def test_routers_are_not_quantized(tiny_gguf: TinyGguf, tmp_path: Path) -> None:
     assert (
         formats["ffn_gate_exps.weight"] == formats["ffn_down_exps.weight"] == formats["ffn_up_shexp.weight"] == "Q4_0"
     )
-    assert formats["ffn_gate_inp.weight"] == "F32"
+    assert formats["ffn_gate_inp.weight"] == formats["ffn_gate_inp_shexp.weight"] == "F32"
+
+
+@pytest.mark.parametrize("quant", ["", "q4_0"])
+def test_the_gate_of_the_shared_expert_may_be_a_matrix_of_one_row(tmp_path: Path, quant: str) -> None:
+    """As llama.cpp's converter writes it, without the tool that quantizes."""
+    path = write_model(tmp_path / "v.gguf", SHAPES["qwen2moe"]._replace(n_layers=4), "F16")
+    raw, changed = path.read_bytes(), tmp_path / "m.gguf"
+    for layer in range(4):  # the header grows by 4 times 8 bytes: by an alignment
+        name = f"blk.{layer}.ffn_gate_inp_shexp.weight".encode()
+        raw = raw.replace(name + struct.pack("<IQ", 1, 128), name + struct.pack("<IQQ", 2, 128, 1))
+    changed.write_bytes(raw)
+    assert GgufFile(changed).tensors["blk.3.ffn_gate_inp_shexp.weight"].shape == (1, 128)
+    expected, found = prepare_source(path, tmp_path, quant), prepare_source(changed, tmp_path, quant)
+    assert found.tensors == expected.tensors and found.hyper == expected.hyper
+    assert written(tmp_path, found) == written(tmp_path, expected)
 
 
 def test_the_mixture_comes_from_the_file(tiny_gguf: TinyGguf, ingested: Ingested) -> None:

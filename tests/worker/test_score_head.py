@@ -117,5 +117,5 @@ def test_pairs_of_a_roberta_have_two_ends_between_them(tmp_path: Path, ingested:
 
 def test_a_head_of_several_classes_is_refused(tmp_path: Path) -> None:
     path = write_model(tmp_path / "classes.gguf", SHAPES["reranker"]._replace(score_classes=3), "Q4_0")
-    with pytest.raises(ConfigError, match=r"'cls.output.weight' has shape \[3, 128\], expected \[1, 128\]"):
+    with pytest.raises(ConfigError, match=r"'cls.output.weight' has shape \[3, 128\], expected \[128\]"):
         check_source(path)

@@ -142,7 +142,7 @@ class Sizes(NamedTuple):
     experts: int = 0
     shared: int = 0  # values of the shared expert's FFN; 0: there is none
     token_types: int = 0  # kinds of texts that the embedding tells apart; 0: none
-    score: tuple[int, ...] = ()  # the shape in the file of the score's weights; (): the model scores no pairs
+    scores_pairs: bool = False
 
 
 class Needed(NamedTuple):
@@ -194,7 +194,7 @@ def tensors(arch: Architecture, s: Sizes, in_file: frozenset[str]) -> Iterator[N
             first = part.source.replace(f"blk.{layer}.", "blk.0.", 1)
             if not part.optional or first in in_file:
                 yield part._replace(optional=False)
-    if s.score:
+    if s.scores_pairs:
         yield from _score_head(s, in_file)
     if arch.norms_residual:
         return
@@ -207,7 +207,7 @@ def _score_head(s: Sizes, in_file: frozenset[str]) -> Iterator[Needed]:
     if "cls.weight" in in_file:
         yield _whole("cls.weight", (s.width, s.width))
         yield _whole("cls.bias", (s.width,), optional=True)
-    yield _whole("cls.output.weight", (1, s.width))._replace(in_file=s.score)
+    yield _whole("cls.output.weight", (1, s.width))._replace(in_file=(s.width,))
     yield _whole("cls.output.bias", (1,), optional=True)
 
 

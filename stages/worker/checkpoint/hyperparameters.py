@@ -201,7 +201,7 @@ class HyperReader:
             normalizes_experts=mixture.n > 0 and row.experts is not None and row.experts.normalized,
             shared_ffn_width=mixture.shared_width,
             is_causal=self._is_causal(any(windows)),
-            scores_pairs=bool(self.score_shape()),
+            scores_pairs=self.scores_pairs(),
             kv_revision=self.kv_revision(),
             is_factor_read=True,
         )
@@ -245,18 +245,12 @@ class HyperReader:
 
     def pooling(self) -> str:
         """How the file says to pool hidden states into an embedding; "": it does not, or not in a way of the engine."""
-        return "rank" if self.score_shape() else _POOLINGS.get(self._pooling_type(), "")
+        return "rank" if self.scores_pairs() else _POOLINGS.get(self._pooling_type(), "")
 
-    def score_shape(self) -> tuple[int, ...]:
-        """The shape in the file of the weights of a pair's score; (): the model scores no pairs.
-
-        A file of an older converter has them and no pooling type.
-        """
-        head = self.file.tensors.get("cls.output.weight")
-        if head is None or not self.row.norms_residual or self._pooling_type() not in (0, _RANK):
-            return ()
-        width = self._int("embedding_length", 32)
-        return (width,) if head.shape == (width,) else (1, width)
+    def scores_pairs(self) -> bool:
+        """Whether the file has the weights of a pair's score; that of an older converter states no pooling type."""
+        has_head = "cls.output.weight" in self.file.tensors
+        return has_head and self.row.norms_residual and self._pooling_type() in (0, _RANK)
 
     def _pooling_type(self) -> int:
         return self._int("pooling_type", 0, 255, default=0)

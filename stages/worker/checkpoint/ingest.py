@@ -439,7 +439,7 @@ def _plan(file: Source, reader: HyperReader, h: Hyper) -> Iterator[Part]:
         h.n_experts,
         h.shared_ffn_width,
         reader.token_types(),
-        reader.score_shape(),
+        reader.scores_pairs(),
     )
     known = set(ROPE_TENSORS)
     for needed in tensors(reader.row, sizes, frozenset(file.tensors)):
@@ -450,7 +450,9 @@ def _plan(file: Source, reader: HyperReader, h: Hyper) -> Iterator[Part]:
             if not needed.optional:
                 raise GgufError(f"{file.path}: tensor {label} is missing, expected {list(shape)} (rows first); {AGAIN}")
             continue
-        if info.shape != shape:
+        # Files have a matrix of one row as such, or as a vector.
+        has_row = info.shape == needed.shape == (1, *shape)
+        if info.shape != shape and not has_row:
             raise GgufError(
                 f"{file.path}: tensor {label} has shape {list(info.shape)}, expected {list(shape)} (rows "
                 f"first); {AGAIN}"

@@ -74,7 +74,7 @@ class Requantized:
         if (
             len(info.shape) < 2
             or info.name.startswith(("position_embd", "token_types", "cls.output"))
-            or ".ffn_gate_inp." in info.name
+            or ".ffn_gate_inp" in info.name
         ):
             return info
         if not info.format.dense:
