@@ -259,6 +259,11 @@ PEFT_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"init_lora_weights": "pissa_niter_4"},
         "init_lora_weights is 'pissa_niter_4', for which PEFT also",
     ),
+    "LoftQ": ({"init_lora_weights": "loftq"}, "init_lora_weights is 'loftq', for which PEFT also"),
+    "an unknown beginning": (
+        {"init_lora_weights": "lora_ga"},
+        "expected true, false or one of gaussian, eva, orthogonal; save the adapter as a plain one",
+    ),
     "no rank": ({"r": 0}, "r is 0, expected at least 1"),
     "a text as rank": ({"r": "8"}, "r is '8', expected a whole number"),
     "no alpha": ({"lora_alpha": None}, "lora_alpha is missing, expected a number"),

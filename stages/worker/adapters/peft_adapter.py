@@ -38,8 +38,9 @@ _REFUSED = {
     "use_qalora": "QALoRA is not supported",
     "arrow_config": "Arrow is not supported",
 }
-# Values of `init_lora_weights` for which PEFT takes the first A and B out of the model's weights, also when it loads.
-_CHANGE_BASE = ("pissa", "olora", "corda")
+# Values of `init_lora_weights` that leave the model's weights as they are. For others, such as pissa, olora, corda and
+# loftq, PEFT takes the first A and B out of these, also when it loads.
+_KEEP_BASE = ("gaussian", "eva", "orthogonal")
 
 
 def read_peft_adapter(path: Path, base: Index) -> Iterator[Change]:
@@ -98,10 +99,11 @@ def _checked(config: Config) -> tuple[float, bool]:
     if (bias := config.text("bias", "none")) != "none":
         raise ConfigError(f"{config.path}: bias is {bias[:60]!r}, expected 'none': biases are not supported", PARAM)
     begun = config.fields.get("init_lora_weights")
-    if isinstance(begun, str) and begun.lower().startswith(_CHANGE_BASE):
+    if isinstance(begun, str) and begun.lower() not in _KEEP_BASE:
         raise ConfigError(
-            f"{config.path}: init_lora_weights is {begun[:60]!r}, for which PEFT also changes the model's own weights; "
-            f"save the adapter as a plain one (path_initial_model_for_weight_conversion)",
+            f"{config.path}: init_lora_weights is {begun[:60]!r}, for which PEFT also changes the model's own weights, "
+            f"expected true, false or one of {', '.join(_KEEP_BASE)}; save the adapter as a plain one "
+            f"(path_initial_model_for_weight_conversion)",
             PARAM,
         )
     rank = config.integer("r")
