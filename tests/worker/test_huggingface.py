@@ -96,6 +96,20 @@ def test_heads_are_not_needed_and_prefixes_do_not_matter(tiny_gguf, tmp_path: Pa
     assert found.tensors == expected.tensors and written(folder, found) == written(folder, expected)
 
 
+def test_norms_of_the_first_bert_models_have_other_names(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    directory, folder = write_directory(tiny_gguf("bert", "F16"), tmp_path / "hf"), folder_of(tmp_path)
+    expected = prepare_source(directory, folder)
+    tensors = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+        for name, value in stored_tensors(directory).items()
+    }
+    assert "embeddings.LayerNorm.gamma" in tensors and "encoder.layer.0.output.LayerNorm.beta" in tensors
+    (directory / "model.safetensors").unlink()
+    write_safetensors(directory / "model.safetensors", tensors)
+    found = prepare_source(directory, folder)
+    assert found.tensors == expected.tensors and written(folder, found) == written(folder, expected)
+
+
 @pytest.mark.parametrize(
     ("shape", "fields", "message"),
     [

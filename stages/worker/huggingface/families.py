@@ -361,6 +361,8 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+# Names of norms' tensors in checkpoints of the first BERT models.
+_OLD_KINDS = {"gamma": "weight", "beta": "bias"}
 # Tensors that hold no weights: tables that the graph computes itself.
 _COMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 
@@ -372,6 +374,8 @@ def gguf_name(family: Family, name: str) -> str:
     if family.unused and re.fullmatch(family.unused, name.removeprefix(family.prefix)):
         return ""
     body, _, kind = name.rpartition(".")
+    if body.endswith("LayerNorm"):
+        kind = _OLD_KINDS.get(kind, kind)
     if kind not in ("weight", "bias"):
         return name
     if body == "lm_head":
