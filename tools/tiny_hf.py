@@ -135,9 +135,10 @@ def write_directory(source: Path, directory: Path, shards: int = 1, dtype: str =
     if arch in ("bert", "nomic-bert"):
         config = _bert_config(values, arch, is_unigram)
         pooling = values[f"{arch}.pooling_type"]
-        (directory / "1_Pooling").mkdir(exist_ok=True)
-        modes = {"pooling_mode_mean_tokens": pooling == 1, "pooling_mode_cls_token": pooling == 2}
-        write_json(directory / "1_Pooling" / "config.json", modes)
+        if pooling != gguf.PoolingType.RANK:
+            (directory / "1_Pooling").mkdir(exist_ok=True)
+            modes = {"pooling_mode_mean_tokens": pooling == 1, "pooling_mode_cls_token": pooling == 2}
+            write_json(directory / "1_Pooling" / "config.json", modes)
     else:
         config = _gpt2_config(values) if arch == "gpt2" else _config(values, arch, reader)
     name = CLASSES[arch]

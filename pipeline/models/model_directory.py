@@ -1,7 +1,7 @@
 """Which files of a repository a model directory needs, by their names; pure.
 
 A model directory has a configuration, a vocabulary and weights in safetensors (stages/worker/huggingface/directory.py
-opens it).  Files in sub-folders are other forms of the model, except for `1_Pooling/config.json`.
+opens it).  Files in sub-folders are other forms of the model, except for `POOLING`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"  # lists the tensors of several files
 WEIGHTS = "model.safetensors"
 SAFETENSORS = ".safetensors"
+MODULES, POOLING = "modules.json", "1_Pooling/config.json"  # of sentence-transformers
 VOCABULARIES = ("tokenizer.json", "tokenizer.model")
 # Besides the weights, what a prepared model is made of.
 SMALL_FILES = (
@@ -23,7 +24,8 @@ SMALL_FILES = (
     "generation_config.json",
     "chat_template.jinja",
     "chat_template.json",
-    "1_Pooling/config.json",
+    MODULES,
+    POOLING,
 )
 MAX_SMALL_BYTES = 1 << 28  # of each of them and of the index; the largest tokenizer.json published has 34 MB
 MAX_WEIGHT_FILES = 1024

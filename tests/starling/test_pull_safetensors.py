@@ -25,6 +25,12 @@ from tools.tiny_hf import write_directory
 
 pytestmark = pytest.mark.slow
 
+MODULES = json.dumps(
+    [
+        {"idx": i, "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate([("Transformer", ""), ("Pooling", "1_Pooling"), ("Dense", "2_Dense")])
+    ]
+).encode()
 CACHE = paths.cache_dir(dict(os.environ))  # of compiled kernels, which `prepare` would compile for minutes
 
 
@@ -64,6 +70,7 @@ def hub(directory: Path, sharded: Path) -> Iterator[Hub]:
         "org/no-words": {name: files[name] for name in ("config.json", "model.safetensors")},
         "org/no-index": {name: data for name, data in contents(sharded).items() if not name.endswith("index.json")},
         "org/unknown": {**files, "config.json": b'{"architectures": ["MambaForCausalLM"]}'},
+        "org/dense": {**files, "modules.json": MODULES},
         "org/pickled": {"pytorch_model.bin": b"\x80\x04", "config.json": b"{}"},
     }
     with Hub(repositories) as hub:
@@ -249,6 +256,7 @@ def test_two_processes_convert_a_repository_once(home: Path, hub: Hub) -> None:
         ("hf:org/no-words", (), 2, "no tokenizer.json or tokenizer.model"),
         ("hf:org/no-index", (), 78, "it has 3 files of safetensors and no model.safetensors.index.json"),
         ("hf:org/unknown", (), 78, "architectures is \"['MambaForCausalLM']\", expected one of"),
+        ("hf:org/dense", (), 78, "[2].type is 'sentence_transformers.models.Dense', expected Transformer"),
         ("hf:org/Tiny-HF", ("--sha256", "1" * 64), 1, f"expected {'1' * 64}"),
     ],
 )

@@ -42,12 +42,13 @@ class DirectoryConversion:
         self._note(text)
 
     def check(self, directory: Path) -> None:
-        """As `Conversion.check`: the class, its numbers, and the vocabulary."""
+        """As `Conversion.check`: the class, its numbers, the pooling and the vocabulary."""
         from stages.worker.checkpoint.gguf import GgufError
         from stages.worker.checkpoint.vocabulary import read_vocabulary as read_tokenizer
         from stages.worker.huggingface import config as json_files
         from stages.worker.huggingface.config import CheckpointDirectoryError
         from stages.worker.huggingface.metadata import family_of, hyper_parameters
+        from stages.worker.huggingface.pooling import read_pooling
         from stages.worker.huggingface.vocabulary import read_vocabulary
 
         try:
@@ -56,6 +57,7 @@ class DirectoryConversion:
                 raise CheckpointDirectoryError(f"{directory} has no {CONFIG}")
             _, family = family_of(config)
             hyper_parameters(config, family)
+            read_pooling(directory, family.architecture)
             if config.has("vocab_size"):  # otherwise the embedding says how many ids there are
                 rows = config.integer("vocab_size")
                 keys = read_vocabulary(directory, config, rows, self.pretokenizer)

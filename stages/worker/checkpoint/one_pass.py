@@ -19,7 +19,7 @@ from shm.partial_checkpoint import PartialCheckpoint
 from stages.worker.checkpoint.gguf import GgufFile
 from stages.worker.checkpoint.hyperparameters import HyperReader
 from stages.worker.checkpoint.ingest import SourceChanged, convert_and_hash
-from stages.worker.checkpoint.source import Source
+from stages.worker.checkpoint.source import REVISED, Source
 from stages.worker.checkpoint.usable import is_usable
 
 
@@ -28,7 +28,10 @@ def revision_of(source: Source) -> int:
 
     2: the scale of the RoPE is that of llama.cpp, also where its type is missing or its factor has its old name.
     3: the K and V are others: `Hyper.kv_revision`.
+    4: the source has what older releases read otherwise: `REVISED`.
     """
+    if REVISED in source.metadata:
+        return 4
     if HyperReader(source).kv_revision():
         return 3
     key = f"{source.metadata.get('general.architecture')}.rope"

@@ -13,6 +13,9 @@ import numpy as np
 
 from stages.worker.kernels.formats import Format
 
+# Key of metadata of a directory that older releases read otherwise: its checkpoint is another one (`revision_of`).
+REVISED = "starling.revised"
+
 
 class TensorInfo(NamedTuple):
     """`shape` is in NumPy's order (rows first); `start` is an offset from the beginning of the file, if it has one."""

@@ -4,6 +4,7 @@
     safetensors.py        the tensors of one file
     config.py             config.json: typed access, with errors that name the field
     families.py           the model classes: names of tensors, keys of the configuration
+    pooling.py            how hidden states become an embedding
     metadata.py           hyper-parameters and RoPE as GGUF keys
     vocabulary.py         tokenizer.json, tokenizer.model and what goes with them, as `tokenizer.*` keys
     tokenizer_library.py  the `tokenizers` library's reading of tokenizer.json

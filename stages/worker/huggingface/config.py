@@ -86,10 +86,21 @@ def check_size(path: Path) -> None:
 
 def read(path: Path) -> Config | None:
     """The object of a JSON file; None if there is no such file. Raises `CheckpointDirectoryError`, `OSError`."""
+    fields = _decoded(path, dict[str, Any], "object")
+    return None if fields is None else Config(path, fields)
+
+
+def read_list(path: Path) -> list[Config] | None:
+    """The objects that a JSON file lists; None if there is no such file. Raises as `read`."""
+    entries = _decoded(path, list[dict[str, Any]], "list of objects")
+    return None if entries is None else [Config(path, one, f"[{i}].") for i, one in enumerate(entries)]
+
+
+def _decoded(path: Path, kind: Any, shown: str) -> Any:
     try:
         check_size(path)
-        return Config(path, msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
         return None
     except DECODE_ERRORS as error:
-        raise CheckpointDirectoryError(f"{path} is not a JSON object ({error}); fetch the file again") from None
+        raise CheckpointDirectoryError(f"{path} is not a JSON {shown} ({error}); fetch the file again") from None

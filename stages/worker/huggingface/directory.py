@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.models.model_directory import CONFIG, INDEX, MAX_WEIGHT_FILES, SMALL_FILES
+from pipeline.models.model_directory import CONFIG, INDEX, MAX_WEIGHT_FILES, MODULES, SMALL_FILES
 from stages.worker.huggingface import config as json_files
 from stages.worker.huggingface.config import CheckpointDirectoryError, Config
 from stages.worker.huggingface.safetensors import SafetensorsFile, Stored
 
-# Of sentence-transformers, by the numbers that GGUF files have.
-_POOLINGS = {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": 2, "pooling_mode_lasttoken": 3}
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 
 
@@ -88,15 +86,9 @@ class Directory:
                     f"{self.path / str(name)} has no tensor {tensor[:120]!r}, and {INDEX} lists it there; fetch both"
                 )
 
-    def pooling(self, architecture: str) -> dict[str, int]:
-        """The GGUF key of how hidden states are pooled, where the directory says that. Raises as the constructor."""
-        config = json_files.read(self.path / "1_Pooling" / CONFIG)
-        if config is None:
-            return {}
-        found = [number for key, number in _POOLINGS.items() if config.flag(key, False)]
-        return {f"{architecture}.pooling_type": found[0]} if len(found) == 1 else {}
-
     @property
     def small_files(self) -> list[Path]:
-        """Those of `SMALL_FILES` that are here."""
-        return [self.path / name for name in SMALL_FILES if (self.path / name).is_file()]
+        """Those of `SMALL_FILES` that are here and that a checkpoint's bytes depend on."""
+        # What lists modules can only be refused.
+        names = [name for name in SMALL_FILES if name != MODULES]
+        return [self.path / name for name in names if (self.path / name).is_file()]

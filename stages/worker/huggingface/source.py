@@ -22,6 +22,7 @@ from stages.worker.huggingface.config import CheckpointDirectoryError
 from stages.worker.huggingface.directory import Directory
 from stages.worker.huggingface.families import Family, Place, neighbours, part_of, places
 from stages.worker.huggingface.metadata import family_of, hyper_parameters, position_offset
+from stages.worker.huggingface.pooling import read_pooling
 from stages.worker.huggingface.safetensors import ELEMENT_BYTES, Stored
 from stages.worker.huggingface.vocabulary import read_vocabulary
 from stages.worker.kernels.formats import F32, FORMATS
@@ -88,7 +89,7 @@ class HuggingFaceSource:
             "general.architecture": self._family.architecture,
             "general.name": path.resolve().name,
             **keys,
-            **self.directory.pooling(self._family.architecture),
+            **read_pooling(path, self._family.architecture),
             **read_vocabulary(path, config, embedding.shape[0], pretokenizer),
         }
         self._check_permutation()
