@@ -113,6 +113,7 @@ def test_norms_of_the_first_bert_models_have_other_names(tiny_gguf, tmp_path: Pa
 @pytest.mark.parametrize(
     ("shape", "fields", "message"),
     [
+        ("bert", {"is_causal": True}, "is_causal is 'True', expected false"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key', expected"),
         ("bert", {"hidden_act": "relu"}, "hidden_act is 'relu', expected one of gelu"),
         ("nomic-bert", {"prenorm": True}, "prenorm is 'True', expected false"),

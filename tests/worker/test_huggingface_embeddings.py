@@ -134,3 +134,17 @@ def test_the_file_of_a_listed_pooling_is_needed(bert: Path) -> None:
     assert "1_Pooling/config.json is missing, and modules.json lists it; fetch it" in refusal(bert)
     (bert / MODULES).write_text("{}")
     assert "modules.json is not a JSON list of objects" in refusal(bert)
+
+
+# ------------------------------------------------------------------ the direction of attention
+
+
+@pytest.mark.parametrize("shape", ["qwen3", "small", "gpt2"])
+def test_a_decoder_whose_positions_attend_to_all_others(tiny_gguf: TinyGguf, tmp_path: Path, shape: str) -> None:
+    directory, folder = write_directory(tiny_gguf(shape, "F16"), tmp_path / "hf"), folder_of(tmp_path)
+    assert prepare_source(directory, folder).hyper.is_causal
+    change(directory / "config.json", is_causal=True)
+    assert revision_of(HuggingFaceSource(directory)) == 1
+    change(directory / "config.json", is_causal=False)
+    assert not prepare_source(directory, folder).hyper.is_causal
+    assert revision_of(HuggingFaceSource(directory)) == 4

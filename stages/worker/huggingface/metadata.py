@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stages.worker.checkpoint.architectures import ARCHITECTURES
+from stages.worker.checkpoint.source import REVISED
 from stages.worker.huggingface.config import Config
 from stages.worker.huggingface.families import FAMILIES, PATTERN, SOME, Family
 
@@ -110,13 +111,16 @@ def hyper_parameters(config: Config, family: Family) -> tuple[Metadata, dict[str
         keys |= _switches(config, family, keys)
         positions, tensors = _positions(config, family, keys)
         keys |= positions
-    return {f"{arch}.{key}": value for key, value in keys.items()}, tensors
+    found = {f"{arch}.{key}": value for key, value in keys.items()}
+    if ARCHITECTURES[arch].is_causal and not config.flag("is_causal", True):
+        found |= {f"{arch}.attention.causal": False, REVISED: True}
+    return found, tensors
 
 
 def _refuse_switches(config: Config, architecture: str) -> None:
     switches = dict(_SWITCHES)
     if not ARCHITECTURES[architecture].is_causal:
-        switches["is_decoder"] = _Switch((False,))
+        switches |= dict.fromkeys(("is_decoder", "is_causal"), _Switch((False,)))
     if architecture == "starcoder2":
         switches["norm_type"] = _Switch(("layer_norm",))
     for key, switch in switches.items():
