@@ -136,6 +136,12 @@ def test_the_file_of_a_listed_pooling_is_needed(bert: Path) -> None:
     assert "modules.json is not a JSON list of objects" in refusal(bert)
 
 
+@pytest.fixture
+def qwen3(tiny_gguf: TinyGguf, tmp_path: Path) -> Path:
+    """Its tokens 0, 1 and 2 are `<|endoftext|>`, `<|im_start|>` and `<|im_end|>`, the EOS."""
+    return write_directory(tiny_gguf("qwen3", "F16"), tmp_path / "hf")
+
+
 # ------------------------------------------------------------------ the direction of attention
 
 
@@ -148,3 +154,13 @@ def test_a_decoder_whose_positions_attend_to_all_others(tiny_gguf: TinyGguf, tmp
     change(directory / "config.json", is_causal=False)
     assert not prepare_source(directory, folder).hyper.is_causal
     assert revision_of(HuggingFaceSource(directory)) == 4
+
+
+# ------------------------------------------------------------------ bounds
+
+
+@pytest.mark.parametrize("n", [0, -1, (1 << 20) + 1])
+def test_the_number_of_ids_is_bounded_before_weights_are_fetched(qwen3: Path, n: int) -> None:
+    change(qwen3 / "config.json", vocab_size=n)
+    with pytest.raises(ConfigError, match=f"embedding's rows, is {n:,}, expected 1 to 1,048,576; this model cannot"):
+        DirectoryConversion(qwen3.parent).check(qwen3)

@@ -35,7 +35,7 @@ from pipeline.models.vocabulary_tables import NAMED
 from stages.worker.checkpoint.vocabulary import STRIPS_LEFT, STRIPS_RIGHT
 from stages.worker.huggingface import config as json_files
 from stages.worker.huggingface import sentencepiece_model, tokenizer_library
-from stages.worker.huggingface.config import CheckpointDirectoryError, Config
+from stages.worker.huggingface.config import UNSUPPORTED, CheckpointDirectoryError, Config
 from stages.worker.huggingface.pretokenizer_match import find_pretokenizer
 
 _SPECIALS = ("bos", "eos", "unk", "pad")
@@ -43,6 +43,7 @@ _GGUF_NAMES = {"unk": "unknown", "pad": "padding"}
 _SPACE = "▁"
 _WITHIN = "##"  # before the tokens of WordPiece that do not begin a word
 _UNUSED_SCORE = -10000.0  # as llama.cpp's converter has it
+_MAX_IDS = 1 << 20  # several times the largest vocabulary published; each takes some 100 bytes of memory
 
 
 def read_vocabulary(directory: Path, config: Config, rows: int, pretokenizer: str = "") -> dict[str, Any]:
@@ -50,6 +51,11 @@ def read_vocabulary(directory: Path, config: Config, rows: int, pretokenizer: st
 
     rows: of the embedding; ids without a token get an unused one.  pretokenizer: its name, if it need not be found.
     """
+    if not 1 <= rows <= _MAX_IDS:
+        raise CheckpointDirectoryError(
+            f"{config.path}: vocab_size, or the number of the embedding's rows, is {rows:,}, expected 1 to "
+            f"{_MAX_IDS:,}; {UNSUPPORTED}"
+        )
     settings = json_files.read(directory / "tokenizer_config.json") or Config(directory / "tokenizer_config.json", {})
     file = json_files.read(directory / "tokenizer.json")
     if file is not None:
