@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.models.model_directory import MODULES, POOLING
+from shm.checkpoint import Index
 from stages.worker.checkpoint.directory_conversion import DirectoryConversion
 from stages.worker.checkpoint.one_pass import revision_of
 from stages.worker.checkpoint.prepare_source import prepare_source
@@ -136,10 +137,48 @@ def test_the_file_of_a_listed_pooling_is_needed(bert: Path) -> None:
     assert "modules.json is not a JSON list of objects" in refusal(bert)
 
 
+# ------------------------------------------------------------------ the end of a text
+
+
+def template(*ends: tuple[str, int]) -> dict[str, Any]:
+    """A post-processor that appends tokens to a text."""
+    text = [{"Sequence": {"id": "A", "type_id": 0}}, *({"SpecialToken": {"id": t, "type_id": 0}} for t, _ in ends)]
+    tokens = {name: {"id": name, "ids": [i], "tokens": [name]} for name, i in ends}
+    return {"type": "TemplateProcessing", "single": text, "pair": text, "special_tokens": tokens}
+
+
 @pytest.fixture
 def qwen3(tiny_gguf: TinyGguf, tmp_path: Path) -> Path:
     """Its tokens 0, 1 and 2 are `<|endoftext|>`, `<|im_start|>` and `<|im_end|>`, the EOS."""
     return write_directory(tiny_gguf("qwen3", "F16"), tmp_path / "hf")
+
+
+def ends_of(directory: Path) -> tuple[int, int, bool, int]:
+    """(EOS, EOT, whether texts that are embedded end with the EOS, revision) of a directory's checkpoint."""
+    index: Index = prepare_source(directory, folder_of(directory.parent))
+    data = index.tokenizer
+    return data.eos, data.eot, index.adds_eos, revision_of(HuggingFaceSource(directory))
+
+
+def test_a_text_ends_with_the_token_that_its_tokenizer_appends(qwen3: Path) -> None:
+    """The former end remains one of answers."""
+    assert ends_of(qwen3) == (2, -1, False, 1)
+    change(qwen3 / "tokenizer.json", post_processor=template(("<|endoftext|>", 0)))
+    assert ends_of(qwen3) == (0, 2, True, 4)
+    (qwen3 / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
+    assert ends_of(qwen3) == (0, 2, True, 4)
+    change(qwen3 / "tokenizer.json", post_processor=template(("<|im_end|>", 2)))
+    assert ends_of(qwen3) == (2, 0, True, 4)
+
+
+def test_what_tokenizer_config_says_of_the_end_counts(qwen3: Path) -> None:
+    change(qwen3 / "tokenizer.json", post_processor=template(("<|endoftext|>", 0)))
+    change(qwen3 / "tokenizer_config.json", add_eos_token=False)
+    assert ends_of(qwen3) == (2, -1, False, 1)
+    change(qwen3 / "tokenizer_config.json", add_eos_token=True)
+    assert ends_of(qwen3) == (0, 2, True, 4)
+    change(qwen3 / "tokenizer.json", post_processor=template(("<|im_end|>", 2)))
+    assert ends_of(qwen3) == (2, -1, True, 1)
 
 
 # ------------------------------------------------------------------ the direction of attention

@@ -32,6 +32,7 @@ from pipeline.models.vocabularies import (
     named_ends,
 )
 from pipeline.models.vocabulary_tables import NAMED
+from stages.worker.checkpoint.source import REVISED
 from stages.worker.checkpoint.vocabulary import STRIPS_LEFT, STRIPS_RIGHT
 from stages.worker.huggingface import config as json_files
 from stages.worker.huggingface import sentencepiece_model, tokenizer_library
@@ -44,6 +45,7 @@ _SPACE = "▁"
 _WITHIN = "##"  # before the tokens of WordPiece that do not begin a word
 _UNUSED_SCORE = -10000.0  # as llama.cpp's converter has it
 _MAX_IDS = 1 << 20  # several times the largest vocabulary published; each takes some 100 bytes of memory
+_EOS = "tokenizer.ggml.eos_token_id"
 
 
 def read_vocabulary(directory: Path, config: Config, rows: int, pretokenizer: str = "") -> dict[str, Any]:
@@ -93,8 +95,12 @@ def _special_ids(
                 if 0 <= number < len(ids):
                     found.setdefault(to, number)
     # A model may end its answers with several tokens. Those whose names end a turn count without a key.
-    eos, named = found.get("tokenizer.ggml.eos_token_id", -1), named_ends(ids)
-    ends = [one for one in _numbers(generation, "eos_token_id") if one != eos and 0 <= one < len(ids)]
+    named, others = named_ends(ids), _numbers(generation, "eos_token_id")
+    eos = keys.get(_EOS, found.get(_EOS, -1))
+    if found.get(_EOS, eos) != eos:  # the token that ends a text is another one
+        others.append(found[_EOS])
+        found |= {_EOS: eos, REVISED: True}
+    ends = [one for one in others if one != eos and 0 <= one < len(ids)]
     if ends:
         found["tokenizer.ggml.eot_token_id"] = ([one for one in ends if one not in named] or ends)[-1]
     unknown = "tokenizer.ggml.unknown_token_id"
@@ -239,9 +245,11 @@ class _TokenizerJson:
         keys["tokenizer.ggml.add_bos_token"] = settings.flag("add_bos_token", bool(starts) and with_added != plain)
         if keys["tokenizer.ggml.add_bos_token"] and starts and with_added != plain:
             keys["tokenizer.ggml.bos_token_id"] = starts[0]
-        keys["tokenizer.ggml.add_eos_token"] = settings.flag("add_eos_token", self._is_unigram and bool(ends))
-        if self._is_unigram and ends:
-            keys["tokenizer.ggml.eos_token_id"] = ends[0]
+        keys["tokenizer.ggml.add_eos_token"] = settings.flag("add_eos_token", bool(ends))
+        if keys["tokenizer.ggml.add_eos_token"] and ends:
+            keys[_EOS] = ends[0]
+            if not self._is_unigram and not settings.has("add_eos_token"):
+                keys[REVISED] = True
         return keys
 
     def _encode(self, text: str, with_special: bool) -> Encoding:
