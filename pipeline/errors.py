@@ -87,6 +87,8 @@ class StarlingError(Exception):
     ) -> None:
         super().__init__(message)
         known = CODES.get(code, CODES["INTERNAL"])
+        # A quoted header may have bytes that are not UTF-8: lone surrogates, which neither JSON nor a frame can have.
+        message = message.encode("utf-8", "backslashreplace").decode()
         self.code = code
         self.message = message
         self.param = param

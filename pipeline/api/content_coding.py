@@ -28,7 +28,7 @@ def decompress(body: bytes, coding: str, max_bytes: int) -> bytes:
         return body
     if coding not in CODINGS:
         raise StarlingError(
-            "INVALID_REQUEST", f"Content-Encoding is {coding[:64]}; send gzip, deflate or no coding", status=415
+            "INVALID_REQUEST", f"Content-Encoding is {coding[:64]!r}; send gzip, deflate or no coding", status=415
         )
     is_raw = coding == "deflate" and bool(body) and body[0] & 0xF != _DEFLATED
     decoder = zlib.decompressobj(-zlib.MAX_WBITS if is_raw else _AUTO)

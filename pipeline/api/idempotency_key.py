@@ -27,7 +27,7 @@ def digest_head(endpoint: str, coding: str) -> bytes:
 
     endpoint: the name of the body's reader; coding: `Content-Encoding`.
     """
-    return f"{endpoint}\n{coding}\n".encode()
+    return f"{endpoint}\n{coding}\n".encode("utf-8", "surrogateescape")
 
 
 def other_body(key: str = "") -> Conflict:

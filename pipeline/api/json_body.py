@@ -71,9 +71,8 @@ def parse_array(body: bytes, content_type: str = CONTENT_TYPE) -> list[Any]:
 def _parse(body: bytes, content_type: str) -> Any:
     kind = content_type.partition(";")[0].strip().lower()
     if kind != CONTENT_TYPE:
-        raise InvalidRequest(
-            f"Content-Type is {kind or 'missing'}; send the body as JSON with Content-Type: application/json"
-        )
+        shown = repr(kind[:64]) if kind else "missing"
+        raise InvalidRequest(f"Content-Type is {shown}; send the body as JSON with Content-Type: application/json")
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -13,6 +13,7 @@ import pytest
 from pipeline.api.unsupported_paths import UNSUPPORTED_PATHS
 from stages.tokenizer.chunked_encode import RunTooLong
 from tests.gateway.peers import MODEL, ByteVocabulary
+from tests.gateway.raw_http import exchange, split_responses
 from tests.gateway.server import Server
 
 CHAT: dict[str, Any] = {"model": MODEL, "seed": 7, "max_tokens": 30, "messages": [{"role": "user", "content": "Hi"}]}
@@ -362,3 +363,15 @@ def test_the_log_of_a_refused_request_has_nothing_of_its_prompt(server: Server, 
         server.post("/v1/completions", b"{")
     assert "INVALID_REQUEST" in {line["error"] for line in lines}
     assert "zebraquartz" not in path.read_text()
+
+
+@pytest.mark.parametrize("is_keyed", [False, True])
+@pytest.mark.parametrize(("field", "status"), [("Content-Type: application/", 400), ("Content-Encoding: ", 415)])
+def test_a_header_that_is_not_utf8_is_refused(server: Server, field: str, status: int, is_keyed: bool) -> None:
+    head = "POST /v1/generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\n"
+    kind = "" if "Type" in field else "Content-Type: application/json\r\n"
+    key = f"Idempotency-Key: not-utf8-{status}\r\n" if is_keyed else ""
+    sent = f"{head}{kind}{key}{field}".encode() + b"\xff\r\n\r\n{}"
+    (answer,) = split_responses(exchange(server.port, sent), "POST")
+    error = json.loads(answer.body)["error"]
+    assert (answer.status, error["code"]) == (status, "INVALID_REQUEST") and "\\udcff" in error["message"]

@@ -78,3 +78,9 @@ def test_a_status_of_its_own() -> None:
 
 def test_repr_has_code_message_and_param() -> None:
     assert repr(ConfigError("bad", "server.port")) == "ConfigError(CONFIG: bad, param='server.port')"
+
+
+def test_a_message_has_no_lone_surrogate() -> None:
+    """Python makes them of bytes that are not UTF-8."""
+    error = InvalidRequest("Content-Type is " + b"a\xff".decode("utf-8", "surrogateescape"))
+    assert error.message == str(error) == "Content-Type is a\\udcff"
