@@ -38,6 +38,7 @@ class Code(NamedTuple):
     status: int  # HTTP
     type: str  # the `type` of the HTTP error body
     retry: bool = False  # the same request may succeed later: send Retry-After
+    is_final: bool = False  # it cannot, although clients repeat others with this status: send x-should-retry
 
 
 CODES: dict[str, Code] = {
@@ -52,26 +53,27 @@ CODES: dict[str, Code] = {
     "CONFLICT": Code(409, "conflict_error"),
     "REQUEST_TOO_LARGE": Code(413, "invalid_request_error"),
     "RATE_LIMITED": Code(429, "rate_limit_error", True),
-    "QUOTA_EXHAUSTED": Code(429, "insufficient_quota"),
+    "QUOTA_EXHAUSTED": Code(429, "insufficient_quota", is_final=True),
     "OVERLOADED": Code(429, "overloaded_error", True),
     "MODEL_UNAVAILABLE": Code(503, "unavailable_error", True),
     "STORAGE_UNAVAILABLE": Code(503, "unavailable_error", True),
     "DRAINING": Code(503, "unavailable_error", True),
     "TIMEOUT": Code(503, "timeout_error"),
-    "NOT_IMPLEMENTED": Code(501, "not_implemented_error"),
-    "INSUFFICIENT_RESOURCES": Code(507, "resource_error"),
+    "NOT_IMPLEMENTED": Code(501, "not_implemented_error", is_final=True),
+    "INSUFFICIENT_RESOURCES": Code(507, "resource_error", is_final=True),
     "PLUGIN_UNAVAILABLE": Code(503, "unavailable_error", True),
     "PLUGIN_FAILED": Code(500, "plugin_error"),
     "REFUSED_BY_PLUGIN": Code(400, "invalid_request_error"),
     "INFERENCE": Code(500, "inference_error"),
     "CACHE": Code(500, "cache_error"),
     "CONFIG": Code(500, "config_error"),
-    "MODEL_DAMAGED": Code(500, "config_error"),
+    "MODEL_DAMAGED": Code(500, "config_error", is_final=True),
     "INTERNAL": Code(500, "internal_error"),
 }
 
 
 MOVED_TO = "X-Starling-Moved-To"  # header: the agent that has the session of SESSION_MOVED
+SHOULD_RETRY = "x-should-retry"  # header: false ends the attempts of the clients of OpenAI and Anthropic
 
 
 class StarlingError(Exception):
@@ -85,16 +87,17 @@ class StarlingError(Exception):
     def __init__(
         self, code: str, message: str, param: str = "", *, status: int = 0, retry_after_s: float = 0.0
     ) -> None:
-        super().__init__(message)
-        known = CODES.get(code, CODES["INTERNAL"])
         # A quoted header may have bytes that are not UTF-8: lone surrogates, which neither JSON nor a frame can have.
         message = message.encode("utf-8", "backslashreplace").decode()
+        super().__init__(message)
+        known = CODES.get(code, CODES["INTERNAL"])
         self.code = code
         self.message = message
         self.param = param
         self.status = status or known.status
         self.type = known.type
         self.retry_after_s = retry_after_s
+        self.is_final = known.is_final  # clients are not to send the request again
         self.names: tuple[str, str] = ("", "")  # the model and the session of a refused body, for the log
         self.moved_to = ""  # agent that has the session of SESSION_MOVED
         self.allowed = ""  # methods that METHOD_NOT_ALLOWED names, in `Allow`
@@ -115,9 +118,9 @@ class StarlingError(Exception):
         }
 
     def headers(self) -> dict[str, str]:
-        """`Retry-After` in whole seconds (at least 1) when the same request may succeed later."""
-        if self.code == "QUOTA_EXHAUSTED":
-            return {"x-should-retry": "false"}  # the clients of OpenAI and Anthropic repeat other requests with a 429
+        """`Retry-After` in whole seconds (at least 1) when the same request may succeed later; `x-should-retry`."""
+        if self.is_final:
+            return {SHOULD_RETRY: "false"}  # the clients of OpenAI and Anthropic repeat others with 409, 429 or 5xx
         if self.moved_to:
             return {MOVED_TO: self.moved_to}
         if self.allowed:
@@ -199,6 +202,13 @@ class Conflict(_Kind):
     """The object is in use by another request."""
 
     CODE = "CONFLICT"
+
+
+def cancelled_by_client(what: str = "request") -> Conflict:
+    """The error of what is not to be started again."""
+    error = Conflict(f"the {what} was cancelled by its client")
+    error.is_final = True
+    return error
 
 
 class TooLarge(_Kind):

@@ -33,7 +33,9 @@ def digest_head(endpoint: str, coding: str) -> bytes:
 def other_body(key: str = "") -> Conflict:
     """Return the error for a key that an earlier request had."""
     named = f"{HEADER} {key!r}" if key else HEADER
-    return Conflict(f"{named} {_SENT_BEFORE}; send the same bytes again, or use a new key", HEADER)
+    error = Conflict(f"{named} {_SENT_BEFORE}; send the same bytes again, or use a new key", HEADER)
+    error.is_final = True
+    return error
 
 
 def is_other_body(message: str) -> bool:

@@ -18,6 +18,7 @@ from stages.orchestrator.text_stream import TextStream
 MOVABLE = frozenset({"DRAINING", "MODEL_UNAVAILABLE", "OVERLOADED", "MODEL_NOT_FOUND", "INVALID_API_KEY"})
 # And errors in the middle of a stream after which another engine may continue it.
 MOVABLE_IN_STREAM = frozenset({"DRAINING", "MODEL_UNAVAILABLE", "INTERNAL"})
+_PASSED_ON = frozenset({"retry-after", "x-should-retry", "content-type"})  # headers of a refusal
 
 
 class NotRepeated(ModelUnavailable):
@@ -82,9 +83,7 @@ class Refusal(Exception):
     def __init__(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         super().__init__(f"HTTP {status}")
         self.status = status
-        self.headers = {
-            name: value for name, value in headers.items() if name.lower() in ("retry-after", "content-type")
-        }
+        self.headers = {name: value for name, value in headers.items() if name.lower() in _PASSED_ON}
         self.body = body
         self.code, self.message = read_error(body)
         self.param = read_param(body)

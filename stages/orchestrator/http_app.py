@@ -56,7 +56,7 @@ FORWARD = web.RequestKey("forward", Forward)
 SERVER = {"Server": "starling"}
 BODY_TIMEOUT_S = 30.0
 CLIENT_CLOSED = 499
-_ANSWERED = ("content-type", "retry-after", "x-starling-cache")
+_ANSWERED = ("content-type", "retry-after", "x-should-retry", "x-starling-cache")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection
 
 from pipeline.api.adapter_names import base_of
 from pipeline.api.output_tokens import RELAY, read_relay
-from pipeline.errors import Conflict, ModelUnavailable, Overloaded, StarlingError
+from pipeline.errors import ModelUnavailable, Overloaded, StarlingError, cancelled_by_client
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.forward import Bounds, Forward, Out, Tries
 from stages.orchestrator.key_claims import KeyClaims
@@ -148,7 +148,7 @@ class RouteFinder:
                     commented = self._clock()
                     await comment(out, f"loading {model}: {self._progress_of(model) or 'waiting'}")
             if cancelled.done():
-                raise Conflict("the request was cancelled by its client")
+                raise cancelled_by_client()
         finally:
             waiter.cancel()
             self._loading[forward.id].discard(cancelled)

@@ -19,6 +19,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from pipeline.ipc import control
 from starling.cli import cli
+from tests.e2e.server import poll_until
 from tests.gateway.http_client import Stream
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
@@ -136,6 +137,30 @@ def test_each_error_has_its_exception_class(
         client.ask(**BODY | change)
     client.close()
     assert len(client.statuses) == 1, "an error that another attempt does not mend is not tried again"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_that_was_cancelled_is_not_sent_again(keyed: Keyed, kind: str) -> None:
+    client = connect(kind, keyed, "any", max_retries=2)
+    peers, failures = keyed.server.peers, list[Exception]()
+
+    def ask() -> None:
+        try:
+            client.ask(**BODY)
+        except client.library.ConflictError as error:
+            failures.append(error)
+
+    with peers.held():
+        n_before = len(peers.generator.submitted)
+        thread = threading.Thread(target=ask)
+        thread.start()
+        poll_until(lambda: len(peers.generator.submitted) > n_before)
+        name = peers.generator.submitted[-1].request
+        key = {"Authorization": f"Bearer {keyed.keys['any']}"}
+        assert keyed.server.request("DELETE", f"/v1/requests/{name}", None, key).status == 200
+        thread.join(60)
+    client.close()
+    assert client.statuses == [409] and "cancelled by its client" in str(failures[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)

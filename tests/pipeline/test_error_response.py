@@ -19,6 +19,7 @@ def test_a_response_has_the_status_and_body_of_its_code(code: str) -> None:
         "error": {"message": "why", "type": CODES[code].type, "code": code, "param": "field"}
     }
     assert ("Retry-After" in response.headers) == CODES[code].retry
+    assert ("x-should-retry" in response.headers) == CODES[code].is_final
 
 
 def test_headers_depend_on_the_error() -> None:

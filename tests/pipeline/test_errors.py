@@ -7,15 +7,20 @@ import inspect
 import pytest
 
 from pipeline import errors
+from pipeline.api.idempotency_key import other_body
 from pipeline.errors import (
     CODES,
     ConfigError,
+    Conflict,
     InvalidRequest,
     ModelNotFound,
     NotFound,
     Overloaded,
     StarlingError,
+    cancelled_by_client,
 )
+
+NEVER = {"x-should-retry": "false"}
 
 CATEGORIES = [
     kind
@@ -78,6 +83,14 @@ def test_a_status_of_its_own() -> None:
 
 def test_repr_has_code_message_and_param() -> None:
     assert repr(ConfigError("bad", "server.port")) == "ConfigError(CONFIG: bad, param='server.port')"
+
+
+def test_what_no_attempt_mends_is_not_to_be_repeated() -> None:
+    """The clients of OpenAI and Anthropic repeat 409, 429 and everything from 500 on."""
+    final = {code for code in CODES if StarlingError(code, "why", retry_after_s=1.0).headers() == NEVER}
+    assert final == {"QUOTA_EXHAUSTED", "NOT_IMPLEMENTED", "INSUFFICIENT_RESOURCES", "MODEL_DAMAGED"}
+    assert cancelled_by_client().headers() == other_body("key").headers() == NEVER
+    assert Conflict("the session has a turn in progress").headers() == {}
 
 
 def test_a_message_has_no_lone_surrogate() -> None:

@@ -10,7 +10,7 @@ from aiohttp.hdrs import METH_HEAD
 from pipeline.api import sse
 from pipeline.api.json_body import to_json
 from pipeline.api.response_object import request_id_of
-from pipeline.errors import Conflict, InvalidRequest, NotFound, StarlingError
+from pipeline.errors import Conflict, InvalidRequest, NotFound, StarlingError, cancelled_by_client
 from stages.gateway.endpoints.response_events import response_object
 from stages.gateway.http.context import CALLER, PRINCIPAL, SERVICE, json_response
 from stages.gateway.http.text_endpoints import cursor_of, resume
@@ -95,7 +95,7 @@ async def cancel_response(request: web.Request) -> web.StreamResponse:
             if body is None:
                 raise _not_found(name)
             return await send_body(request, body)
-        service.readers.abandon(state, Conflict("the response was cancelled by its client"))
+        service.readers.abandon(state, cancelled_by_client("response"))
         cancelled = to_json(response_object(state))
         await service.responses.store.flushed()  # it is stored, or that has failed and is logged, and then
         await service.recovery.forget(state.id, tenant)  # journaled: a successor does not generate it again

@@ -27,7 +27,7 @@ from pipeline.api.request_name import HEADER as NAME
 from pipeline.api.request_name import RequestName, new_request_name, read_request_name
 from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.config.schema import Config
-from pipeline.errors import Conflict, Forbidden, InvalidRequest, NotFound, StarlingError
+from pipeline.errors import Conflict, Forbidden, InvalidRequest, NotFound, StarlingError, cancelled_by_client
 from pipeline.ipc.tcp_transport import reset
 from stages.gateway.endpoints import chat_tools
 from stages.gateway.endpoints.completion_formatter import CompletionFormatter
@@ -326,7 +326,7 @@ async def cancel_request(request: web.Request) -> web.Response:
         has_reader = state is not None and not cancelled
         told = {"id": name, "cancelled": cancelled, "output_tokens": computed, "has_reader": has_reader}
         return json_response(told)
-    service.recovery.cancel(found, Conflict("the request was cancelled by its client"))
+    service.recovery.cancel(found, cancelled_by_client())
     return json_response({"id": name, "cancelled": True})
 
 
