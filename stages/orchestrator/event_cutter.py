@@ -6,9 +6,9 @@ another way.  An event's id has the place of each choice (`req-5f..:17.9`), so t
 dropped, choice by choice; while the engine is behind with one, the ids that it sends are corrected to what the client
 has.
 
-An event is a block of lines that ends with an empty line.  A block without data is a comment or a reconnection delay:
-it is forwarded, but not counted.  Comments that name output tokens or the code of an error are for the orchestrator
-alone.
+An event is a block of lines that ends with an empty line.  A block without data is a reconnection delay: it is
+forwarded, but not counted, and so are comments, without the empty line that engines send behind each of them.  Comments
+that name output tokens or the code of an error are for the orchestrator alone.
 """
 
 from __future__ import annotations
@@ -108,12 +108,14 @@ class EventCutter:
             return b""
         had_begun, out = self.has_begun, []
         for block in data[: cut - 2].split(END):
+            while block.startswith(b":") and not (self.is_over or self.error):
+                line, _, block = block.partition(b"\n")
+                out.append(self._take_comment(line))
             if self.is_over or self.error:
                 break
-            taken = self._take(block)
-            if taken:
-                out.append(taken)
-        events = END.join([*out, b""]) if out else b""
+            if taken := self._take(block):
+                out += (taken, END)
+        events = b"".join(out)
         if self.error and self._is_opening and not had_begun:
             self.before_error, self.last_id = events, b""
             self.n_events = self._n_opening = 0
@@ -125,16 +127,18 @@ class EventCutter:
         self._is_opening = not _has_place(identity)
         self._n_opening += self._is_opening
 
+    def _take_comment(self, line: bytes) -> bytes:
+        """The comment as it is to be forwarded, see `sse.comment`; b"" if it is not."""
+        if line.startswith(COMMENT):
+            self.output.add(line)
+            return b""
+        if line.startswith(FAILED):
+            self.error_code = read_failed(line)
+            return b""
+        return line + b"\n"
+
     def _take(self, block: bytes) -> bytes:
         """The block as it is to be forwarded; b"" if it is not."""
-        if block.startswith(b":"):
-            if block.startswith(COMMENT):
-                self.output.add(block)
-                return b""
-            if block.startswith(FAILED):
-                self.error_code = read_failed(block)
-                return b""
-            return block
         at = block.find(b"data: ")
         if at < 0 or (at and block[at - 1] != 10):
             return block if not self.has_begun else b""

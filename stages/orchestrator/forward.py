@@ -131,7 +131,7 @@ class Out(Protocol):
         """Send the head."""
 
     async def write(self, data: bytes) -> None:
-        """Send a part of the body: whole events."""
+        """Send a part of the body: whole events and comments."""
 
     def write_now(self, data: bytes) -> bool:
         """Send them if nothing must be waited for; False: `write` must send them."""

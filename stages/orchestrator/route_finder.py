@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
 
+from pipeline.api import sse
 from pipeline.api.adapter_names import base_of
 from pipeline.api.output_tokens import RELAY, read_relay
 from pipeline.errors import ModelUnavailable, Overloaded, StarlingError, cancelled_by_client
@@ -173,4 +174,4 @@ async def comment(out: Out, text: str) -> None:
     """A comment that clients skip; with the first one the response begins."""
     if not out.is_begun:
         out.begin(200, {})
-    await out.write(f": {text}\n\n".replace("\n", " ", text.count("\n")).encode())
+    await out.write(sse.comment(text))

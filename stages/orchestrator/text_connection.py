@@ -37,7 +37,7 @@ KEPT_S = 75.0  # a connection without a request
 PART_S = 1.0  # for the rest of a request; then aiohttp waits for it
 CANCEL_S = 1.0  # for requests that are cancelled at the end
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # a client skips it; the host of a client that has left answers with RST
-COMMENT = sse.http_chunk(b": \n\n")  # the same between two events
+COMMENT = sse.http_chunk(sse.COMMENT)  # the same between two events
 MAX_AHEAD_BYTES = 64 << 10  # received while a request is answered; then nothing more is read
 
 Handle = Callable[[web.Request], Awaitable[web.StreamResponse]]

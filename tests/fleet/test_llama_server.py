@@ -270,7 +270,7 @@ def test_several_choices_end_with_their_engine(hosts: Hosts[Host]) -> None:
         if not received.endswith(b"data: [DONE]\n\n"):
             break
     assert b"starling_replayed" not in received and b"[DONE]" not in received
-    error = json.loads(received.split(b"\n\n")[-2].removeprefix(b"data: "))["error"]
+    error = json.loads(received.split(b"\n\n")[-2].partition(b"data: ")[2])["error"]
     assert error["code"] == "MODEL_UNAVAILABLE" and "send the request again" in error["message"]
 
 

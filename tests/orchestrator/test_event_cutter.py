@@ -115,7 +115,7 @@ def test_several_events_of_one_token_are_told_apart_by_their_units() -> None:
 
 def test_comments_pass_and_count_for_nothing() -> None:
     cutter = EventCutter()
-    assert cutter.feed(b":\n\nid: r:1\ndata: {}\n\n") == b":\n\nid: r:1\ndata: {}\n\n"
+    assert cutter.feed(b":\n\nid: r:1\ndata: {}\n\n") == b":\nid: r:1\ndata: {}\n\n"
     assert (cutter.n_events, cutter.last_id) == (1, b"r:1")
 
 

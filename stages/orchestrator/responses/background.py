@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from pipeline.api import sse
 from pipeline.api.fair_shares import FairShares
 from pipeline.api.held_bytes import HeldBytes
 from pipeline.api.idempotency_key import other_body
@@ -32,7 +33,6 @@ from pipeline.errors import NotFound, Overloaded, StarlingError, StorageUnavaila
 from stages.orchestrator.forward import MOVABLE, NotRepeated
 from stages.orchestrator.responses.jobs import Job, Jobs, Opened
 from stages.orchestrator.responses.keeper import ResponseKeeper
-from stages.orchestrator.responses.keeping import END
 from stages.orchestrator.responses.store import ResponseStore
 from stages.orchestrator.responses.use import PREFIX
 
@@ -78,7 +78,7 @@ class Begun:
 
     def write_now(self, data: bytes) -> bool:
         """See `Out`. Comments come also while it waits for an agent."""
-        if not self.is_taken and any(block and not block.startswith(b":") for block in data.split(END)):
+        if not self.is_taken and any(not piece.startswith(b":") for piece in sse.pieces(data)):
             self._begins()
         return True
 

@@ -62,13 +62,17 @@ class KeepingOut:
     async def write(self, data: bytes) -> None:
         """Pass whole events on."""
         passed: list[bytes] = []
-        for block in data.split(END)[:-1]:
-            if block.startswith(response_context.KEPT):
-                self._kept = response_context.read_kept(block)
+        for piece in sse.pieces(data):
+            if piece.startswith(response_context.KEPT):
+                self._kept = response_context.read_kept(piece[:-1])
+                continue
+            if piece.startswith(b":"):
+                passed.append(piece)
                 continue
             event = block[max(0, block.find(b"data: {")) :]
             if event.startswith(_LAST):
                 await self._pass(passed)
+            block = piece.removesuffix(END)
                 passed = []
                 block = await self._last(block, event[6:])
             elif event.startswith(_CREATED):
@@ -80,7 +84,7 @@ class KeepingOut:
                 await self._ends()
             if event.startswith(_RESPONSE) and (found := _NUMBER.search(block)):
                 self._number, self._is_response = int(found[1]), True
-            passed.append(block)
+            passed.append(block + END)
         await self._pass(passed)
 
     def write_now(self, data: bytes) -> bool:
@@ -91,9 +95,9 @@ class KeepingOut:
         if self._before_end is not None:
             await self._before_end()
 
-    async def _pass(self, blocks: list[bytes]) -> None:
-        if blocks:
-            await self._out.write(END.join([*blocks, b""]))
+    async def _pass(self, pieces: list[bytes]) -> None:
+        if pieces:
+            await self._out.write(b"".join(pieces))
 
     async def _last(self, block: bytes, data: bytes) -> bytes:
         """Store the response; the event to send."""
@@ -160,8 +164,7 @@ class AfterOut:
     async def write(self, data: bytes) -> None:
         """Pass whole events on."""
         if self._after >= 0:
-            blocks = [cut for block in data.split(END)[:-1] if (cut := after_number(block, self._after))]
-            data = END.join([*blocks, b""]) if blocks else b""
+            data = b"".join([after_number(piece, self._after) for piece in sse.pieces(data)])
         if data:
             await self._out.write(data)
 
@@ -179,7 +182,7 @@ def _is_failure(block: bytes) -> bool:
 
 
 def after_number(block: bytes, after: int) -> bytes:
-    """The part of an event after the one with the sequence number `after`; b"" if there is none."""
+    """The part of an event, with its end, after the one with the sequence number `after`; b"" if there is none."""
     found = _NUMBER.search(block)
     if found is None:
         return block
@@ -193,5 +196,5 @@ def after_number(block: bytes, after: int) -> bytes:
     delta = event.get("delta")
     if isinstance(delta, str) and number - len(delta) < after:  # a delta has a number for each character
         event["delta"] = delta[after - number :]
-        return head + to_json(event)
+        return head + to_json(event) + END
     return block
