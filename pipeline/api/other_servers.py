@@ -79,7 +79,7 @@ LLAMA_SERVER: dict[str, Unsupported] = {
     "return_progress": Unsupported(False, hint="a stream's headers arrive when the prompt is computed"),
     "return_tokens": Unsupported(False, hint="/v1/generate returns them"),
     "samplers": Unsupported(hint="use order"),
-    "sse_ping_interval": Unsupported(hint="the server sends comments while a client waits"),
+    "sse_ping_interval": Unsupported(hint="server.sse_ping_interval_s sets it for all streams"),
     "t_max_predict_ms": Unsupported(-1, 0, hint="use max_tokens"),
     "timings_per_token": Unsupported(False, hint="starling logs and GET /metrics have timings"),
     "verbose": Unsupported(False),

@@ -51,8 +51,8 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     max_connections_per_address: CountOrNone = 0  # open connections; 0: three quarters of all
     body_buffer_mb: Annotated[int, Meta(ge=2, le=65_536)] = 256  # bodies held in all; half for one tenant
     response_buffer_mb: Annotated[int, Meta(ge=64, le=65_536)] = 256  # responses being sent in all; half for a tenant
-    # Larger bodies get 413; a frame holds 64 MiB (pipeline/ipc/endpoint.py).
-    max_body_mb: Annotated[int, Meta(ge=1, le=60)] = 8
+    max_body_mb: Annotated[int, Meta(ge=1, le=60)] = 8  # larger ones get 413; a frame holds 64 MiB (ipc/endpoint.py)
+    sse_ping_interval_s: Annotated[int, Meta(ge=0, le=3600)] = 15  # streams: without a byte, at most; 0: any time
     enable_cors: bool = False
     enable_page: bool = True  # the page at /, and the reader of the API at /docs
     run_dir: str = ""  # sockets, status records, locks; "": STARLING_HOME/run

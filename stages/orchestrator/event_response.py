@@ -11,7 +11,7 @@ import time
 from collections.abc import Coroutine, Mapping
 from email.utils import formatdate
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 from aiohttp import HttpVersion11, web
 
@@ -53,8 +53,13 @@ class _Sent(web.StreamResponse):
 class EventResponse:
     """The `Out` of one request for a stream."""
 
-    def __init__(self, request: web.Request, headers: Mapping[str, str], *, is_last: bool = False) -> None:
-        """`headers`: of the response, besides those of its form. `is_last`: the connection closes after it."""
+    def __init__(
+        self, request: web.Request, headers: Mapping[str, str], *, is_last: bool = False, silent_s: float = 0.0
+    ) -> None:
+        """`headers`: of the response, besides those of its form. `is_last`: the connection closes after it.
+
+        `silent_s`: without a byte, at most; 0: for any time. Until the `with` statement ends, or the response.
+        """
         self.is_begun = False
         self._request = request
         self._headers = headers
@@ -63,7 +68,38 @@ class EventResponse:
         self._keeps_connection = self._is_chunked and request.keep_alive and not is_last
         self._prepared = ""  # the head of status 200, without its last field
         self._head = b""  # until it is sent
+        self._silent_s = silent_s
+        self._is_silent = False  # nothing was sent since the last look
+        self._timer: asyncio.TimerHandle | None = None
+        self._look_later()
         asyncio.get_running_loop().call_soon(self._prepare)  # when the request is on its way to an engine
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end_looks()
+
+    def _end_looks(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look_later(self) -> None:
+        if self._silent_s:  # two looks in the time, so that no clock is read for an event
+            self._timer = asyncio.get_running_loop().call_later(self._silent_s / 2, self._look)
+
+    def _look(self) -> None:
+        """Send a comment if nothing was sent since the last look, and nothing waits."""
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            return
+        if self._is_silent and not transport.get_write_buffer_size():
+            if not self.is_begun:
+                self.begin(200, {})
+            self._send(transport, sse.COMMENT)
+        else:
+            self._is_silent = True
+        self._look_later()
 
     def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """Prepare the head. The first event, or the next round of the event loop, sends it."""
@@ -84,6 +120,7 @@ class EventResponse:
             self._send(transport, b"")
 
     def _send(self, transport: asyncio.Transport, data: bytes) -> None:
+        self._is_silent = False
         if data and self._is_chunked:  # what came from the engine at once is one chunk
             data = sse.http_chunk(data)
         head, self._head = self._head, b""
@@ -124,6 +161,7 @@ class EventResponse:
 
     async def end(self) -> web.StreamResponse:
         """Send the end, and wait until little is buffered. Raises `ConnectionResetError` as `write` does."""
+        self._end_looks()
         transport = self._open_transport()
         if self._head:
             self._send(transport, b"")

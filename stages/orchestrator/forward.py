@@ -125,7 +125,9 @@ def read_param(body: bytes) -> str:
 class Out(Protocol):
     """The response to the client."""
 
-    is_begun: bool
+    @property
+    def is_begun(self) -> bool:
+        """Whether the head is sent, or about to be."""
 
     def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """Send the head."""

@@ -325,9 +325,10 @@ async def answer(request: web.Request, front: Front, ticket: Ticket, after: int 
     try:
         if ticket.forward.is_stream:
             headers = {**own_headers(request), "X-Starling-Request": ticket.forward.id}
-            response = EventResponse(request, headers, is_last=request.app[FLEET].is_stopping)
-            await front.stream(ticket, AfterOut(response, after) if after >= 0 else response)
-            return await response.end()
+            is_last, silent_s = request.app[FLEET].is_stopping, front.config.server.sse_ping_interval_s
+            with EventResponse(request, headers, is_last=is_last, silent_s=silent_s) as response:
+                await front.stream(ticket, AfterOut(response, after) if after >= 0 else response)
+                return await response.end()
         status, headers, body = await front.whole(ticket)
     except Refusal as refusal:
         if refusal.is_of_key:  # the engine names the key by a hash

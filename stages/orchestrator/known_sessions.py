@@ -60,12 +60,15 @@ class SessionReader:
 
     def __init__(self, out: Out) -> None:
         self.session = ""
-        self.is_begun = False
         self._out = out
+
+    @property
+    def is_begun(self) -> bool:
+        """See `Out`."""
+        return self._out.is_begun
 
     def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """See `Out`."""
-        self.is_begun = True
         self._out.begin(status, headers)
 
     async def write(self, data: bytes) -> None:

@@ -99,6 +99,8 @@ class Stream:
         where = ""
         while line := self.response.readline():
             name, _, value = line.decode().rstrip("\n").partition(": ")
+            if line.startswith(b":"):
+                continue  # a comment
             if name == "id":
                 where = value
             elif name == "data":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -140,3 +141,20 @@ async def test_an_error_before_the_first_event_is_raised_and_a_later_one_is_sent
     assert write.endswith(b"data: [DONE]\n\n")
     assert json.loads(write.split(b"data: ")[-2])["error"]["code"] == "INFERENCE"
     await stream.over
+
+
+async def test_a_stream_without_text_gets_comments_while_its_client_reads() -> None:
+    stream, request, _ = make()
+    transport = Transport()
+    stream.attach(transport, is_chunked=False)  # type: ignore[arg-type]
+    waiting = asyncio.create_task(stream.until_over(0.001))
+    async with asyncio.timeout(60):
+        while len(transport.writes) < 3:
+            await asyncio.sleep(0)
+        assert set(transport.writes) == {b":\n"}
+        transport.backlog = 1
+        stream.text(request.sequences[0], "a", 0, 1)
+        stream.finished()
+        await waiting
+    stream.flush()
+    assert transport.writes[-1].endswith(b"data: [DONE]\n\n")

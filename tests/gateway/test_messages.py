@@ -58,7 +58,7 @@ def parse_events(data: bytes) -> list[NamedEvent]:
     """Parse a stream of events. It may be cut off in an event."""
     events = []
     for block in data.decode("utf-8", "ignore").split("\n\n")[:-1]:
-        fields = dict(line.split(": ", 1) for line in block.split("\n") if not line.startswith("retry"))
+        fields = dict(line.split(": ", 1) for line in block.split("\n") if not line.startswith(("retry", ":")))
         if not fields:
             continue
         event = NamedEvent(fields["id"], fields["event"], json.loads(fields["data"]))

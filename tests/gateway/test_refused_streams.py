@@ -93,12 +93,12 @@ def test_an_orchestrator_reads_the_code_of_the_error(tmp_path: Path, is_relayed:
             reading = asyncio.create_task(answer.read())
             await gateway.until(reading.done)
             blocks = reading.result().split(b"\n\n")
-            comments = [block for block in blocks if block.startswith(b":")]
+            comments = [line for line in reading.result().split(b"\n") if line.startswith(b":")]
             assert comments[0].startswith(b": loading b")
             assert (b": failed MODEL_UNAVAILABLE" in comments) == is_relayed
             if is_relayed:
                 assert blocks[-3] == b": failed MODEL_UNAVAILABLE", "it is before the last event"
-            events = parse_events(b"\n\n".join(block for block in blocks if not block.startswith(b":")))
+            events = parse_events(reading.result())
             assert [event.name for event in events] == OPENING
             assert {event.data["response"]["id"] for event in events} == {f"resp_{'a' * 24}"}
             assert {(one.data["response"]["created_at"], one.data["response"]["seed"]) for one in events} == {
@@ -124,8 +124,7 @@ def test_a_response_that_fails_in_the_queue_of_the_loaded_model_is_the_admitted_
             assert not state.is_started
             service.recovery.cancel(state, Conflict("it is cancelled"))
             await gateway.until(reading.done)
-            data = b"\n\n".join(block for block in reading.result().split(b"\n\n") if not block.startswith(b":"))
-            events = parse_events(data)
+            events = parse_events(reading.result())
             assert [event.name for event in events] == OPENING
             failed = events[-1].data["response"]
             assert (failed["seed"], failed["id"]) == (5, state.id.replace("req-", "resp_"))
@@ -144,7 +143,6 @@ def test_a_failed_response_in_the_background_can_be_read(tmp_path: Path, is_in_b
             await fail_load(gateway)
             async with asyncio.timeout(60):
                 data = await answer.read()
-            data = b"\n\n".join(block for block in data.split(b"\n\n") if not block.startswith(b":"))
             failed = parse_events(data)[-1].data["response"]
             async with asyncio.timeout(60), client.get(f"{url}{PATH}/{failed['id']}") as found:
                 assert found.status == (200 if is_in_background else 404)

@@ -102,6 +102,36 @@ async def test_a_client_of_http_1_0_gets_no_chunks() -> None:
         assert body == b"data: 1\n\ndata: 2\n\n" and b"chunked" not in head
 
 
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_a_client_for_whom_nothing_comes_gets_comments(version: bytes) -> None:
+    may_go_on = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        with EventResponse(request, HEADERS, silent_s=0.001) as response:
+            await may_go_on.wait()
+            assert response.is_begun
+            await response.write(b"data: 1\n\n")
+            return await response.end()
+
+    app = web.Application()
+    app.router.add_get("/", answer)
+    async with TestServer(app) as server, asyncio.timeout(WAIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET / HTTP/" + version + b"\r\nHost: a\r\nConnection: close\r\n\r\n")
+        received = b""
+        while received.count(b":\n") < 3:
+            part = await reader.read(1 << 16)
+            assert part, received
+            received += part
+        may_go_on.set()
+        received += await reader.read()
+        writer.close()
+    head, _, body = received.partition(b"\r\n\r\n")
+    if version == b"1.1":
+        body = ResponseReader("GET").feed(received)
+    assert b"X-Starling-Request: req-1" in head and body.lstrip(b":\n") == b"data: 1\n\n"
+
+
 async def test_a_client_that_does_not_read_is_waited_for() -> None:
     part = b"x" * BUFFERED_BYTES
     async with streaming(b"1.1") as (stream, _, writer), asyncio.timeout(WAIT_S):

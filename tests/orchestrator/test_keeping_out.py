@@ -15,6 +15,7 @@ from pipeline.api.json_body import to_json
 from pipeline.api.response_context import KeptResponse, encode_kept, kept_comment
 from pipeline.errors import InternalError, ModelUnavailable, StarlingError, StorageUnavailable
 from stages.orchestrator.event_cutter import MAX_EVENT_BYTES, EventCutter
+from stages.orchestrator.known_sessions import SessionReader
 from stages.orchestrator.responses.keeping import AfterOut, KeepingOut
 
 KEPT = KeptResponse(b"\x90", b"[]")
@@ -234,3 +235,16 @@ async def test_the_turn_of_a_conversation_ends_before_any_last_event() -> None:
 
         await KeepingOut(client, keep, before_end=ends).write(last)
         assert client.log[0] == "ends" and len(client.log) == 2
+
+
+def test_a_response_that_has_begun_with_a_comment_is_not_begun_again() -> None:
+    """A client for whom nothing comes gets one from its connection, which the others do not see."""
+    client = Client()
+    out = KeepingOut(AfterOut(SessionReader(client), 5), _unused)
+    assert not out.is_begun
+    client.begin(200, {})
+    assert out.is_begun
+
+
+async def _unused(body: bytes, kept: KeptResponse) -> None:
+    raise AssertionError

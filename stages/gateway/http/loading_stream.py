@@ -1,10 +1,11 @@
-"""The beginning of a stream whose model is being loaded: comments that keep the client's connection alive.
+"""The beginning of a stream that waits: comments that keep the client's connection alive.
 
-    : loading MODEL: PHASE (3 s)
+    : loading MODEL: PHASE (3 s)        while its model is loaded
+    : waiting for MODEL (15 s)          in the queue
 
-A request whose answer begins, or that is refused, within `QUIET_S` is answered as any other.  After that the response
-begins with the comments, so that an error can only be an event; it is the last one.  That of /v1/responses comes after
-the opening events: OpenAI's client accepts no other one before them.
+A request whose answer begins, or that is refused, within `QUIET_S` (in the queue: `server.sse_ping_interval_s`) is
+answered as any other.  After that the response begins with the comments, so that an error can only be an event; it is
+the last one.  That of /v1/responses comes after the opening events: OpenAI's client accepts no other one before them.
 """
 
 from __future__ import annotations
@@ -45,8 +46,18 @@ async def begin_stream(request: web.Request, name: str = "") -> web.StreamRespon
 class LoadingStream:
     """One stream. `response` is set from the first comment until it is taken."""
 
-    def __init__(self, request: web.Request, name: RequestName, model: str, describe: Callable[[], str]) -> None:
-        """`name`: of the request. `model`: as answers name it. `describe` returns what is being waited for."""
+    def __init__(
+        self,
+        request: web.Request,
+        name: RequestName,
+        model: str,
+        describe: Callable[[], str],
+        silent_s: float | None = None,
+    ) -> None:
+        """`name`: of the request. `model`: as answers name it. `describe` returns what is being waited for.
+
+        `silent_s`: until the first comment, and between two; 0: there are none; None: as while a model is loaded.
+        """
         self.response: web.StreamResponse | None = None
         self._request = request
         self._name = name
@@ -54,7 +65,8 @@ class LoadingStream:
         self._describe = describe
         self._loop = asyncio.get_running_loop()
         self._begun = self._loop.time()
-        self._quiet_until = self._begun + QUIET_S
+        self._quiet_until = self._begun + (QUIET_S if silent_s is None else silent_s)
+        self._interval_s = INTERVAL_S if silent_s is None else silent_s
 
     async def until_done(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Return the result of a coroutine and write comments meanwhile. Raises its error."""
@@ -69,12 +81,13 @@ class LoadingStream:
 
     async def until(self, awaited: asyncio.Future[Any]) -> None:
         """Write comments until a future is done. Raises its error."""
-        await asyncio.wait({awaited}, timeout=max(0.0, self._quiet_until - self._loop.time()))
+        quiet_s = max(0.0, self._quiet_until - self._loop.time()) if self._interval_s else None
+        await asyncio.wait({awaited}, timeout=quiet_s)
         while not awaited.done():
             if self.response is None:
                 self.response = await begin_stream(self._request, self._name.id)
-            await self.response.write(_comment(self._describe(), self._loop.time() - self._begun))
-            await asyncio.wait({awaited}, timeout=INTERVAL_S)
+            await self.response.write(self._comment())
+            await asyncio.wait({awaited}, timeout=self._interval_s)
         awaited.result()
 
     def take(self) -> web.StreamResponse | None:
@@ -83,8 +96,9 @@ class LoadingStream:
         return response
 
     async def fail(self, error: StarlingError, generation: GenerationRequest) -> web.StreamResponse:
-        """End the stream with an error, in the form of its API."""
-        assert self.response is not None
+        """End the stream with an error, in the form of its API. Raises the error if the response has not begun."""
+        if self.response is None:  # it has its own status
+            raise error
         if generation.endpoint == "responses":
             data = await self._failed_response(error, generation)
         else:
@@ -114,10 +128,21 @@ class LoadingStream:
         named = response_context.failed_comment(error.code) if RELAY in self._request.headers else b""
         return b"".join((*opening, named, last))
 
+    def _comment(self) -> bytes:
+        comment = sse.comment(f"{self._describe()} ({self._loop.time() - self._begun:.0f} s)")
+        return comment + b"\n" if RELAY in self._request.headers else comment  # orchestrators read up to empty lines
 
-def _comment(text: str, seconds: float) -> bytes:
-    line = " ".join(f"{text} ({seconds:.0f} s)".split())  # a comment is one line
-    return b": " + line.encode("utf-8", "replace") + b"\n\n"
+
+def silent_s(request: web.Request) -> float:
+    """Return how long nothing may be written to its client; 0: any time. An orchestrator writes comments itself."""
+    return 0.0 if RELAY in request.headers else request.app[SERVICE].config.server.sse_ping_interval_s
+
+
+def queued_stream(request: web.Request) -> LoadingStream:
+    """Return that of an admitted request."""
+    spec, on_demand = request[STATE].spec, request.app[SERVICE].on_demand
+    name = RequestName(spec.id, spec.created)
+    return LoadingStream(request, name, spec.shown_model, lambda: on_demand.progress(spec.model), silent_s(request))
 
 
 def _error_bytes(error: StarlingError, generation: GenerationRequest, request_id: str) -> bytes:

@@ -162,7 +162,21 @@ class StreamSink(abc.ABC):
     def probe(self) -> None:
         """Write a comment, which clients skip: the host of a client that has left answers with RST."""
         if self._transport is not None and not self._transport.is_closing():
+            self.bytes_sent += len(sse.COMMENT)
             self._transport.write(sse.http_chunk(sse.COMMENT) if self._is_chunked else sse.COMMENT)
+
+    async def until_over(self, silent_s: float) -> None:
+        """Wait for the end, with a comment when nothing was written for `silent_s`, at most; 0: without.
+
+        There are two looks in that time, so that no clock is read for a token.
+        """
+        sent = -1  # at the last look
+        while not self.over.done():
+            if sent != self.bytes_sent or self.backlog:
+                sent = self.bytes_sent
+            else:
+                self.probe()
+            await asyncio.wait({self.over}, timeout=silent_s / 2 or None)
 
     def drop(self, reason: str) -> None:
         """Drop the connection; the request goes on where it can be resumed."""

@@ -54,7 +54,7 @@ from stages.gateway.http.context import (
     Handler,
     json_response,
 )
-from stages.gateway.http.loading_stream import LoadingStream, begin_stream
+from stages.gateway.http.loading_stream import LoadingStream, begin_stream, queued_stream, silent_s
 from stages.gateway.http.request_body import read_body
 from stages.gateway.http.sinks import EventStream, StreamSink, WholeResponse
 from stages.gateway.http.whole_response import send_body
@@ -228,12 +228,8 @@ async def _load_and_serve(
     try:
         with ExitStack() as answering:
             sink, formatter = await opening.until_done(begin(answering))
-            if isinstance(sink, StreamSink):
-                await opening.until(sink.begun)
-            return await _answer(request, sink, formatter, answering, opening.take())
+            return await _answer(request, sink, formatter, answering, opening)
     except StarlingError as error:
-        if opening.response is None:
-            raise
         return await opening.fail(error, generation)
 
 
@@ -249,13 +245,13 @@ async def _answer(
     sink: AnySink,
     formatter: Any,
     answering: ExitStack,
-    response: web.StreamResponse | None = None,
+    opening: LoadingStream | None = None,
 ) -> web.StreamResponse:
-    """Send the response to a request that was begun. `response`: of a stream that had to wait for a load."""
+    """Send the response to a request that was begun. `opening`: of a stream that had to wait for a load."""
     if isinstance(sink, FanOutSink):  # it goes on in the background
         answering.close()
         return await send_body(request, formatter.whole_response())
-    return await _deliver(request, sink, formatter, response)
+    return await _deliver(request, sink, formatter, opening)
 
 
 async def _begin(
@@ -443,10 +439,10 @@ async def _deliver(
     request: web.Request,
     sink: StreamSink | WholeResponse,
     formatter: WholeFormatter,
-    response: web.StreamResponse | None = None,
+    opening: LoadingStream | None = None,
 ) -> web.StreamResponse:
     """Send what the sink collects, until its end, and note that its reader has it."""
-    sent = await _send(request, sink, formatter, response)
+    sent = await _send(request, sink, formatter, opening)
     # An orchestrator does not close its sending side alone: it has left.
     connection = request.protocol
     has_left = RELAY in request.headers and isinstance(connection, Connection) and connection.is_half_closed
@@ -459,9 +455,9 @@ async def _send(
     request: web.Request,
     sink: StreamSink | WholeResponse,
     formatter: WholeFormatter,
-    response: web.StreamResponse | None = None,
+    opening: LoadingStream | None = None,
 ) -> web.StreamResponse:
-    """Send what the sink collects, until its end. `response`: of a stream that has begun."""
+    """Send what the sink collects, until its end."""
     if isinstance(sink, WholeResponse):
         await sink.over
         if request[STATE].scores:  # a large answer: other streams go on meanwhile
@@ -469,16 +465,21 @@ async def _send(
         kept = kept_record(request[STATE]) if RELAY in request.headers else b""
         request[KEPT] = len(kept)
         return await send_body(request, formatter.whole_response() + kept)
-    await sink.begun  # raises an error of a request that was not started, for a response with its status
-    if response is None:
-        response = await begin_stream(request)
+    opening = opening or queued_stream(request)
+    try:
+        await opening.until(sink.begun)
+    except StarlingError as error:
+        return await opening.fail(error, request[STATE].spec.generation)
+    finally:
+        sink.begun.cancel()
+    response = opening.take() or await begin_stream(request)
     if request.transport is None:
         raise ConnectionResetError("the client has disconnected")
     sink.attach(request.transport, request.version >= HttpVersion11)
     request[PROBE] = sink.probe
     with request.app[BACKLOGS].counted(sink, request[PRINCIPAL]):
         try:
-            await sink.over
+            await sink.until_over(silent_s(request))
             sink.flush()
         finally:
             sink.detach()

@@ -355,7 +355,7 @@ class Background:
             except StarlingError as error:
                 if error.code not in MOVABLE or isinstance(error, NotRepeated):
                     raise
-                out.waits, out.is_new = error, False
+                out.waits, out.is_new, out.is_begun = error, False, False
                 log.info(
                     "a request in the background waits for an agent",
                     extra={"request_id": job.request_id, "reason": error.message},

@@ -42,7 +42,6 @@ class KeepingOut:
 
         `before_end`: is called before the last event is sent, after which the client may send its next request.
         """
-        self.is_begun = False
         self.usage: dict[str, Any] = {}  # of the response, when it is complete
         self.failed = b""  # JSON of the response, if the engine says that it has failed
         self.error: StarlingError | None = None  # with which the stream has ended here
@@ -54,9 +53,13 @@ class KeepingOut:
         self._created = b""  # data of the first event
         self._number = -1  # of the last event
 
+    @property
+    def is_begun(self) -> bool:
+        """See `Out`."""
+        return self._out.is_begun
+
     def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """See `Out`."""
-        self.is_begun = True
         self._out.begin(status, headers)
 
     async def write(self, data: bytes) -> None:
@@ -69,10 +72,10 @@ class KeepingOut:
             if piece.startswith(b":"):
                 passed.append(piece)
                 continue
+            block = piece.removesuffix(END)
             event = block[max(0, block.find(b"data: {")) :]
             if event.startswith(_LAST):
                 await self._pass(passed)
-            block = piece.removesuffix(END)
                 passed = []
                 block = await self._last(block, event[6:])
             elif event.startswith(_CREATED):
@@ -152,13 +155,16 @@ class AfterOut:
 
     def __init__(self, out: Out, after: int) -> None:
         """`after`: -1: all events."""
-        self.is_begun = False
         self._out = out
         self._after = after
 
+    @property
+    def is_begun(self) -> bool:
+        """See `Out`."""
+        return self._out.is_begun
+
     def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """See `Out`."""
-        self.is_begun = True
         self._out.begin(status, headers)
 
     async def write(self, data: bytes) -> None:
