@@ -1,4 +1,4 @@
-"""Which agents may load or serve an adapter: those that have its model in the version that it was made for. Pure."""
+"""Which agents may load a model for an answer that has begun, or an adapter: those with the right files. Pure."""
 
 from __future__ import annotations
 
@@ -38,6 +38,22 @@ def has_other_version(details: HeartbeatResponse, model: str, published: Publish
     return bool(published.digest and running.digest) and running.digest != published.digest
 
 
+def may_become(details: HeartbeatResponse, model: str, version: str, published: Published | None) -> bool:
+    """Whether the agent, once it has loaded the model, may go on with an answer of that version.
+
+    Only files are compared: KV type and arithmetic, or the digest of another engine's files, are known when it runs.
+    """
+    kind, is_text, _ = version.partition(":")  # see `text_kind_of`
+    if is_text:
+        return any(one.engine == kind and model in one.names for one in details.cached_models)
+    if published is None:
+        return any(model in one.names and version.startswith(f"{one.digest}-") for one in details.cached_models)
+    digest = published.digest
+    if published.adapter_digest:
+        digest = adapted_digest(digest, published.adapter_digest)
+    return bool(digest) and version.startswith(f"{digest}-")
+
+
 def of_published(
     candidates: list[AgentScore], table: Mapping[str, NodeView], model: str, published: Published | None
 ) -> list[AgentScore]:
@@ -54,11 +70,12 @@ def nearest(
 ) -> list[AgentScore]:
     """Of the agents that may load a model those that have begun; of an adapter those that have its model; or all.
 
-    So adapters of one model that are asked for at the same time do not start it on several agents.  `hosts`: agents
-    that have the model, or are getting it; `begun`: those that get it for a request.
+    An engine that starts again counts as begun.  So adapters of one model that are asked for at the same time do not
+    start it on several agents.  `hosts`: agents that have the model, or are getting it; `begun`: those that get it for
+    a request.
     """
     loading = [one for one in candidates if one.agent_id in begun]
     if ":" not in model:
-        return loading or candidates
+        return loading or [one for one in candidates if one.state in HELD_STATES] or candidates
     held = [one for one in candidates if one.agent_id in hosts]
     return [one for one in held if one.state in HELD_STATES] or held or loading or candidates

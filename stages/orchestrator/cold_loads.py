@@ -2,7 +2,7 @@
 
     wait    join the load of a model, or start it; returns when it has ended
     bound   `max_waiting` requests in all and half of them for one model, and a part of both for one of several
-            tenants; more get 429 with an estimate
+            tenants; more get 429 with an estimate, but for those whose engine has died
     failed  which agents have just failed to load a model: none of them is asked for a further copy (further_copies.py)
 
 The load itself is injected.  Without sockets.
@@ -77,19 +77,21 @@ class ColdLoads:
         predicted_s: float = 0.0,
         on_join: Callable[[str], object] = lambda agent_id: None,
         tenant: str = "",
+        *,
+        is_admitted: bool = False,
     ) -> str:
         """Load the model, or wait for the load that is under way; the agent that has it. Raises `StarlingError`.
 
         `evict`: the model that leaves before; "": none must, None: none may.
 
         `on_join` is called with the agent that loads it, which may be another one than `agent_id`.  `tenant`: whose
-        request waits; "": it is of none in particular.
+        request waits; "": it is of none in particular.  `is_admitted`: an engine had it before: it is not refused.
 
         A waiter that is cancelled leaves the load to the others; without any it goes on as well: the next request for
         the model will find it.
         """
         load = self._loads.get(model)
-        if reached := self._reached(load, tenant):
+        if not is_admitted and (reached := self._reached(load, tenant)):
             waited = self._clock() - load.begun if load is not None else 0.0
             left_s = max(1.0, (load.predicted_s if load is not None else 0.0) - waited)
             raise Overloaded(

@@ -179,6 +179,7 @@ class Tries:
         self.version = ""  # that has begun the answer
         self.text: TextStream | None = None  # the stream, if its engine promises no equal bytes
         self.was_lost = False  # an engine died under it, or it has left one
+        self.awaited: set[str] = set()  # agents that had the time to say whether they live, since the answer advanced
         self._referrers: set[str] = set()  # agents that have named another one
         self.n_referred = 0  # how often an engine has named another agent as its session's
         self.claim: KeyClaim | None = None  # of a request with a key
@@ -192,6 +193,7 @@ class Tries:
         self.was_copy_late = False  # a further copy of the model was not loaded in time
         self.failure: Refusal | StarlingError | None = None  # the last one
         self._failing_since: float | None = None
+        self._has_loaded = False  # since the answer last advanced
 
     @property
     def may_copy(self) -> bool:
@@ -244,9 +246,10 @@ class Tries:
         if isinstance(error, StillLoading) and is_further:
             self.was_copy_late = True  # others have the model
             return
-        if isinstance(error, Overloaded | StillLoading) or (asked.is_held and asked.pinned == agent_id):
+        is_holder = asked.is_held and asked.pinned == agent_id
+        if isinstance(error, Overloaded | StillLoading) or (is_holder and not self.was_lost):
             raise error
-        self.unfit.add(agent_id)
+        (self.excluded if is_holder else self.unfit).add(agent_id)
         if not is_further:  # else others have it
             self.failure = error
 
@@ -294,6 +297,16 @@ class Tries:
             self.n_referred = 1
             raise ModelUnavailable(f"the session is moving to or from agent {self.holder}; try again", "session_id")
 
+    @property
+    def waits_for_load(self) -> bool:
+        """Whether it waits although agents cannot load its model: an engine that has died may start again."""
+        return self.was_lost and self.not_held is None
+
+    def loaded(self) -> None:
+        """Its model was loaded for it: once, that time is none in which no agent was there."""
+        if not self._has_loaded:
+            self._has_loaded, self._failing_since = True, None
+
     def wait(self) -> None:
         """There is no agent for it: the time in which one must come begins."""
         if self._failing_since is None:
@@ -307,7 +320,7 @@ class Tries:
         failure = self.failure or error
         is_full = isinstance(error, Overloaded)  # so that an agent was not asked
         may_be_held = forward.is_bound and bool(self.unasked or self.gone or is_full or may_be_there)
-        if self.unfit and not may_be_held:
+        if self.unfit and not may_be_held and not self.waits_for_load:
             raise self.not_held or failure
         if failure is self.not_held:
             failure = error
@@ -326,6 +339,9 @@ class Tries:
         self.has_begun = True
         self.n_accepted = 0
         self._failing_since = None
+        if self.was_lost:
+            self._has_loaded = False
+            self.awaited.clear()
 
     def failing_s(self) -> float:
         """How long nothing has come since the first failure."""

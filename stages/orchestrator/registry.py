@@ -47,6 +47,7 @@ class _Agent:
         self.problem = "it has not answered yet"
         self.n_polls = 0
         self.counted = 0  # number of the last poll whose result counts
+        self.settles = 0  # number of the first poll that says what is left after a failure
 
     @property
     def health(self) -> Health:
@@ -136,7 +137,7 @@ class Registry(NodeManager):
             return not agent.problem
         agent.counted = number
         if details is None:
-            agent.problem = failure
+            agent.problem, agent.settles = failure, 0
             return False
         if details.version != VERSION:
             agent.problem = (
@@ -165,6 +166,17 @@ class Registry(NodeManager):
         agent = self._agents.get(agent_id)
         if agent is not None:
             agent.problem = reason
+            self.doubt(agent_id)
+
+    def doubt(self, agent_id: str) -> None:
+        """An engine of the agent has failed, so that what the agent has said of it may be old."""
+        if agent := self._agents.get(agent_id):
+            agent.settles = agent.n_polls + 1
+
+    def is_unsettled(self, agent_id: str) -> bool:
+        """Whether no poll of the agent has ended that began after it, or an engine of it, had failed."""
+        agent = self._agents.get(agent_id)
+        return agent is not None and agent.counted < agent.settles
 
     def health(self) -> list[NodeHealth]:
         """What the last polls found, by agent."""

@@ -7,7 +7,8 @@ gives the same answer.  Until an answer is complete:
     a stream has begun           the successor goes on from the output tokens (output_record.py), or computes them
                                  again, and what was delivered is dropped (event_cutter.py); an engine that has the
                                  request still continues after the last event
-    no agent has the model       it is loaded, once for all who wait; streams get comments meanwhile
+    no agent has the model       it is loaded, once for all who wait; streams get comments meanwhile. For a stream that
+                                 has begun, only after its agent had the time to say that its engine starts again
     no agent can serve it        the request waits for one, up to the bound, and then gets the error
     its session has moved        the engine names the agent that has it
 
@@ -341,6 +342,7 @@ class Relay:
         # Behind a door an engine dies as a refusal: the agent lives.
         if route.engine is not None and route.engine.continues_text and refusal.code == "MODEL_UNAVAILABLE":
             tries.was_lost = True
+            self._registry.doubt(route.agent_id)
         tries.failed(route.agent_id, refusal)
         if is_other_session:
             tries.lacks_session(route.agent_id, refusal)
@@ -445,8 +447,12 @@ class Relay:
             answer.abort(reason)
         return len(answers)
 
+    def serves(self, agent_id: str) -> bool:
+        """Whether requests are at the agent."""
+        return bool(self._answers.get(agent_id))
+
     def move_streams(self, agent_id: str, reason: str) -> int:
-        """The agent is draining: move the requests that another agent can continue at once; how many it begins to move.
+        """The agent drains, or leaves: move the requests that another one can continue at once; how many it begins to.
 
         A stream goes on at this agent until another one has computed its prompt and tokens.
         """

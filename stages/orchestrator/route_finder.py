@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection
 from pipeline.api import sse
 from pipeline.api.adapter_names import base_of
 from pipeline.api.output_tokens import RELAY, read_relay
-from pipeline.errors import ModelUnavailable, Overloaded, StarlingError, cancelled_by_client
+from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded, StarlingError, cancelled_by_client
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.forward import Bounds, Forward, Out, Tries
 from stages.orchestrator.key_claims import KeyClaims
@@ -64,12 +64,17 @@ class RouteFinder:
             try:
                 tries.check_referrals()
                 route = self._router.choose(request, "moved" if tries.count else "new", may_copy=tries.may_copy)
-            except (ModelUnavailable, Overloaded) as error:
+            except (ModelUnavailable, Overloaded, ModelNotFound) as error:
+                if isinstance(error, ModelNotFound) and not tries.was_lost:
+                    raise
                 may_be_there = self._registry.awaits_answers()
                 if isinstance(error, ModelUnavailable) and not may_be_there and tries.begin_session(request):
                     continue
                 tries.give_up(error, forward, self._bounds, may_be_there)
                 tries.excluded.clear()
+                if tries.waits_for_load:
+                    failed = tries.unfit & self._cold.failed_at(request.model)
+                    tries.unfit = failed.difference(self._router.ready_of(failed, request.model))
                 await self._next_change(pause_s)
                 pause_s = min(2 * pause_s, MOST_PAUSE_S)
                 if out is not None and self._clock() - commented >= COMMENT_S:
@@ -77,7 +82,13 @@ class RouteFinder:
                     await comment(out, f"waiting for an agent: {error.message}")
                 continue
             if route.engine is None:
-                await self._load(route, forward, tries, out)
+                unasked = tries.excluded - tries.awaited if tries.version else ()
+                if tries.version and not (forward.can_replay or forward.is_bound):
+                    tries.excluded.add(route.agent_id)  # an engine that is loaded now does not have it
+                elif unasked:
+                    await self._ask_after(min(unasked), tries)
+                else:
+                    await self._load(route, forward, tries, out)
             elif not forward.is_claimed or route.engine.continues_text or await self._has_claim(route, forward, tries):
                 tries.count += 1
                 return route
@@ -125,12 +136,31 @@ class RouteFinder:
             await self._next_change(min(max(waited, FIRST_PAUSE_S), MOST_PAUSE_S))
         return False
 
+    async def _ask_after(self, agent_id: str, tries: Tries) -> None:
+        """Wait until an agent that has lost a stream has said whether it lives; or it does not answer, or has left.
+
+        If only the engine has ended, it starts again there: no other agent loads the model, which takes longer.
+        """
+        while self._registry.is_unsettled(agent_id):
+            await self._next_change(MOST_PAUSE_S)
+        tries.awaited.add(agent_id)
+        if self._registry.answer_of(agent_id) is not None:
+            tries.excluded.discard(agent_id)
+
     async def _load(self, route: Route, forward: Forward, tries: Tries, out: Out | None) -> None:
         """Wait until the model is loaded; a further copy, or until an agent that has the model has room again."""
         model = forward.routed.model
         turn = self._router.room.join(base_of(model)) if route.evict is None else None
         agents, tenant = [route.agent_id], _tenant_of(forward)
-        loaded = self._cold.wait(model, route.agent_id, route.evict, route.predicted_s, agents.append, tenant)
+        loaded = self._cold.wait(
+            model,
+            route.agent_id,
+            route.evict,
+            route.predicted_s,
+            agents.append,
+            tenant,
+            is_admitted=tries.was_lost,
+        )
         waiter = asyncio.ensure_future(loaded)
         cancelled = asyncio.get_running_loop().create_future()
         self._loading.setdefault(forward.id, set()).add(cancelled)
@@ -145,6 +175,9 @@ class RouteFinder:
                     turn.reset()
                     if self._router.has_room(tries.routed(forward)):
                         return
+                if tries.was_lost and (returned := self._router.ready_of(tries.excluded, model)):
+                    tries.excluded.difference_update(returned)
+                    return
                 if out is not None and (not done or self._clock() - commented >= COMMENT_S):
                     commented = self._clock()
                     await comment(out, f"loading {model}: {self._progress_of(model) or 'waiting'}")
@@ -159,6 +192,7 @@ class RouteFinder:
                 self._router.room.leave(turn)
         try:
             await waiter
+            tries.loaded()
         except StarlingError as error:
             # The load that was joined may be at another agent than the route's, which must not count as unfit.
             tries.not_loaded(forward, agents[-1], error, is_further=turn is not None)

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from pipeline.api.adapter_names import adapted_digest, adapter_of, base_of
+from pipeline.api.adapter_names import adapter_of, base_of
 from pipeline.catalog.adapters import unknown_adapter
 from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded, StarlingError
 from pipeline.fleet.bodies import LoadedModel
@@ -150,13 +150,12 @@ class ScoreRouter(RequestRouter):
     def has_other(self, model: str, agent_id: str) -> bool:
         """Whether another agent has the model ready and may get requests."""
         return any(
-            view.agent_id != agent_id
-            and view.may_start
-            and view.health == "READY"
-            and (running := loaded(view.details, model)) is not None
-            and running.model_state == "READY"
-            for view in self._table.values()
+            view.agent_id != agent_id and view.may_start and _has_ready(view, model) for view in self._table.values()
         )
+
+    def ready_of(self, agents: Collection[str], model: str) -> list[str]:
+        """Those of the agents that answer and have the model ready."""
+        return [name for name in agents if (view := self._table.get(name)) is not None and _has_ready(view, model)]
 
     # ---------------------------------------------------------------- choosing
 
@@ -292,7 +291,7 @@ class ScoreRouter(RequestRouter):
         if not view.may_start and not (request.is_held and is_ready):
             return view.reason
         is_other = bool(request.version) and not (is_ready and request.version in place.versions)
-        if is_other and (is_ready or not self._may_become(request.model, request.version)):
+        if is_other and (is_ready or not self._may_become(request, view)):
             return "it does not serve the version that began the answer"
         if request.has_context and is_ready and place.running is not None and not place.running.takes_conversations:
             return "its engine takes no conversations of /v1/responses"
@@ -316,15 +315,9 @@ class ScoreRouter(RequestRouter):
             return f"it runs {view.details.max_models} models, and none of them is idle"
         return ""
 
-    def _may_become(self, model: str, version: str) -> bool:
-        """Whether an adapter, once it is loaded, may go on with an answer of that version.
-
-        Few agents have an adapter: one that must load it first goes on with its streams.
-        """
-        published = self._published(model)
-        if published is None or not published.adapter_digest:
-            return False
-        return version.startswith(f"{adapted_digest(published.digest, published.adapter_digest)}-")
+    def _may_become(self, request: RoutedRequest, view: NodeView) -> bool:
+        published = self._published(request.model)
+        return adapter_hosts.may_become(view.details, request.model, request.version, published)
 
     def _refuse(self, request: RoutedRequest, scored: list[AgentScore]) -> None:
         """No agent has the model ready. Raises unless one of them can load it."""
@@ -490,6 +483,12 @@ class ScoreRouter(RequestRouter):
         """Requests of this orchestrator at an agent, of a model or of all."""
         base = base_of(model)
         return sum(n for (name, one), n in self._under_way.items() if name == agent_id and base in ("", one))
+
+
+def _has_ready(view: NodeView, model: str) -> bool:
+    """Whether the agent answers and has the model ready."""
+    running = loaded(view.details, model) if view.health == "READY" else None
+    return running is not None and running.model_state == "READY"
 
 
 def _answers(request: RoutedRequest, view: NodeView, running: LoadedModel | None) -> bool:

@@ -19,7 +19,7 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -60,7 +60,9 @@ from stages.orchestrator.front import Front
 from stages.orchestrator.http_app import handle_text, make_app
 from stages.orchestrator.http_client import Factory, HttpClient
 from stages.orchestrator.idle_models import IdleModels
+from stages.orchestrator.keep_running import keep_running
 from stages.orchestrator.key_claims import KeyClaims
+from stages.orchestrator.leaving_agents import LeavingAgents
 from stages.orchestrator.memory_pressure import MemoryPressure
 from stages.orchestrator.model_changes import AgentCalls, ModelChanges
 from stages.orchestrator.page_transfers import PageTransfers
@@ -89,7 +91,6 @@ HEARTBEAT_S = 2.0  # for an agent to answer a poll
 LEADER_S = 5.0  # lease of the leader
 PLACE_S = 1.0  # between two looks at the placements
 IDLE_REASON = "it had no requests for fleet.orchestrator.unload_idle_ms"
-AGAIN_S = 1.0  # after an error that was not expected
 SHUTDOWN_S = 1.0  # for handlers to end after the drain
 
 
@@ -168,6 +169,9 @@ class OrchestratorStage:
             bring_pages=self.pages.bring,
             claims=KeyClaims(self._store, lambda: self.fleet.is_store_up, time.monotonic),
         )
+        self.leaving = LeavingAgents(
+            self._heartbeat, self.relay, bounds.poll_ms / 1000, bounds.silent_ms / 1000, time.monotonic
+        )
         steady = SteadyClock(clock_path(paths.state_dir(config), f"orchestrator-{bounds.port}")).seconds
         use = SharedUse(secrets.token_hex(8), steady)
         self.quotas = QuotaPublisher(self._store, use, time.monotonic)
@@ -210,7 +214,8 @@ class OrchestratorStage:
             self.events,
             time.monotonic,
             self._lose_agent,
-            self._start_poll,
+            self._left,
+            self._joined,
             self._table_changed,
             self.quotas.apply,
         )
@@ -278,6 +283,7 @@ class OrchestratorStage:
             if self._texts is not None:
                 await self._texts.close(SHUTDOWN_S)
             await runner.cleanup()
+            await self.leaving.close()
             await self.relay.close()
             await self.quotas.publish()
             await self.client.close()
@@ -332,6 +338,15 @@ class OrchestratorStage:
         self.signer.forget(agent_id)
         self._health.pop(agent_id, None)
         self.relay.lose_agent(agent_id, reason)
+
+    def _left(self, record: AgentRecord, age_s: float) -> None:
+        self.signer.forget(record.agent_id)
+        self._health.pop(record.agent_id, None)
+        self.leaving.begin(record, age_s)
+
+    def _joined(self, agent_id: str) -> None:
+        self.leaving.returned(self.registry.find(agent_id))
+        self._start_poll(agent_id)
 
     def _start_poll(self, agent_id: str) -> None:
         """Poll an agent unless a poll of it is under way."""
@@ -470,21 +485,6 @@ class OrchestratorStage:
 
     def _placed(self, agent_id: str, done: asyncio.Task[None]) -> None:
         self._placing.pop(agent_id, None)
-
-
-async def keep_running(
-    work: Callable[[], Coroutine[Any, Any, None]], sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
-) -> None:
-    """Do what has no end; again after an error that it does not expect, which no one else would see.
-
-    A part that has nothing to do in this configuration may return.
-    """
-    while True:
-        try:
-            return await work()
-        except Exception:
-            log.exception("internal error of the orchestrator", extra={"work": work.__qualname__})
-        await sleep(AGAIN_S)
 
 
 def main(config: Config, on_listening: Callable[[int], Any] = lambda port: None, pages: Pages | None = None) -> int:

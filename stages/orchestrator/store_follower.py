@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -20,7 +21,7 @@ import msgspec
 from pipeline.coordination.interface import Change, CoordinationStore, Event, Update
 from pipeline.errors import ConfigError, StorageUnavailable
 from pipeline.fleet import records
-from pipeline.fleet.records import AGENTS
+from pipeline.fleet.records import AGENTS, AgentRecord
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.fleet_api import CORDONS, PLACEMENTS, EventLog, FleetApi, Placement
 from stages.orchestrator.key_claims import CLAIMS
@@ -46,17 +47,21 @@ class StoreFollower:
         events: EventLog,
         clock: Callable[[], float],
         lose_agent: Callable[[str, str], object],
+        on_left: Callable[[AgentRecord, float], object],
         on_joined: Callable[[str], object],
         on_change: Callable[[], object],
         apply_quotas: Callable[[Update], object],
     ) -> None:
-        """`lose_agent(id, reason)`: its requests go on elsewhere. `on_joined(id)`: it is new, or has started anew."""
+        """`lose_agent(id, reason)`: its requests go on elsewhere. `on_left(record, age)`: it is registered no
+        more, and has answered last `age` s ago. `on_joined(id)`: it is new, or has started anew.
+        """
         self.fleet: FleetApi  # which shows placements and the store's state
         self._store = store
         self._registry = registry
         self._events = events
         self._clock = clock
         self._lose_agent = lose_agent
+        self._on_left = on_left
         self._on_joined = on_joined
         self._on_change = on_change
         self._apply_quotas = apply_quotas
@@ -170,10 +175,15 @@ class StoreFollower:
                 self._on_change()
 
     def _answers(self, agent_id: str) -> bool:
-        return any(one.agent_id == agent_id and one.age_s < KEPT_S for one in self._registry.health())
+        return self._age_s(agent_id) < KEPT_S
 
     def _leave(self, agent_id: str) -> None:
         self._missing.pop(agent_id, None)
-        if self._registry.remove_node(agent_id):
+        record, age_s = self._registry.find(agent_id), self._age_s(agent_id)
+        if record is not None and self._registry.remove_node(agent_id):
             self._events.add("agent-left", agent=agent_id)
-            self._lose_agent(agent_id, "the agent's lease has ended")
+            self._on_left(record, age_s)
+
+    def _age_s(self, agent_id: str) -> float:
+        """Of the agent's last answer, s."""
+        return min((one.age_s for one in self._registry.health() if one.agent_id == agent_id), default=math.inf)

@@ -95,6 +95,19 @@ async def test_waiting_is_bounded_with_an_estimate() -> None:
     await asyncio.gather(*waiters)
 
 
+async def test_a_request_that_an_engine_had_waits_beyond_the_bound() -> None:
+    loader = Loader(1)
+    waiter = loader.wait("m")
+    await loader.begun("m")
+    admitted = asyncio.ensure_future(loader.cold.wait("m", "b", is_admitted=True))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await loader.cold.wait("m", "b")
+    assert loader.cold.n_waiting == 2
+    loader.ends["m"].set_result(None)
+    assert await asyncio.gather(waiter, admitted) == ["a", "a"]
+
+
 async def test_a_tenant_leaves_room_for_others() -> None:
     loader = Loader(8)  # of which 4 for one model
     loader.cold.share_of = lambda tenant, most: most - most // 4

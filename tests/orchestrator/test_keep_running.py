@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from stages.orchestrator.stage import keep_running
+from stages.orchestrator.keep_running import keep_running
 
 
 async def test_an_unexpected_error_is_logged_and_the_work_begins_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ from stages.orchestrator.policies import order_of
 from stages.orchestrator.prefixes import BLOCK_BYTES, block_hashes
 from stages.orchestrator.router import ScoreRouter
 from stages.orchestrator.score import version_of
-from tests.orchestrator.agents import MODEL, cached, engine, request, router, view
+from tests.orchestrator.agents import DIGEST, MODEL, cached, engine, request, router, view
 
 VIEWS = st.lists(
     st.tuples(
@@ -200,10 +200,33 @@ def test_named_sessions_spread_over_the_agents() -> None:
 
 
 def test_a_stream_continues_on_its_version_only() -> None:
-    routing = router(view("a", engine(digest="f" * 64)), view("b", engine(vllm_queue_length=1000)), view("c"))
+    views = [view("a", engine(digest="f" * 64)), view("b", engine(vllm_queue_length=1000))]
+    routing = router(*views, view("c"))
     assert routing.choose(request(version=version_of(engine()))).agent_id == "b"
+    other = request(version=version_of(engine(kv_type="f32")))
     with pytest.raises(ModelUnavailable, match="version that began"):
-        routing.choose(request(version=version_of(engine(kv_type="f32"))))
+        router(*views).choose(other)
+    # Of an agent that must load it first, only its files are known.
+    assert routing.choose(other).agent_id == "c"
+
+
+def test_a_stream_goes_on_where_its_model_must_be_loaded_first() -> None:
+    began = version_of(engine())
+    route = router(view("a")).choose(request(version=began))
+    assert (route.agent_id, route.engine) == ("a", None)
+    routing = router(view("a"), view("b", engine(model_state="LOADING_TO_GPU")))  # which starts again
+    assert routing.choose(request(version=began)).agent_id == "b"
+    for other in (version_of(engine(digest="f" * 64)), f"vllm:{DIGEST}"):
+        with pytest.raises(ModelUnavailable, match="version that began"):
+            routing.choose(request(version=other))
+    # What is not published is loaded where the same file is.
+    mine = [cached(names=("mine",), digest=digest * 64) for digest in "fd"]
+    routing = router(*(view(name, cached_models=(one,)) for name, one in zip("ab", mine)))
+    assert routing.choose(request(model="mine", version=began)).agent_id == "b"
+    # A file of another engine has a digest when that runs.
+    own = cached(names=("mine",), digest="vllm:mine", engine="vllm")
+    routing = router(view("a"), view("b", cached_models=(own,)))
+    assert routing.choose(request(model="mine", version=f"vllm:{DIGEST}")).agent_id == "b"
 
 
 def test_a_full_fleet_refuses_with_the_bound() -> None:
