@@ -1,7 +1,8 @@
 """The agent's lease: while it lasts the agent is in the coordination store, and may serve.
 
 The store counts the lease from the last renewal that it received.  The agent counts from before it sent that renewal,
-by its own monotonic clock, and stops a margin earlier (`Term`): when the store forgets it, it serves no more.
+by its own monotonic clock, and stops a margin earlier (`Term`): when the store forgets it, it serves no more.  With
+each renewal it reads its record: it serves no more either when that is another agent's.
 
 While the store does not answer, an orchestrator that still reaches the agent extends the lease by a heartbeat that has
 the fleet's token: both are then on the same side, and nothing else changes until the store is back.
@@ -40,7 +41,8 @@ class AgentLease:
         clock: Clock,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        """`previous`: incarnation of the agent that ran here before, whose engines are dead; its record is replaced.
+        """`previous`: incarnation of the agent that ran here before, which is dead with its engines: its record is
+        replaced. "": of none that is known to be dead.
 
         clock: monotonic, s; it must count time in which the machine's processes are stopped.
         """
@@ -136,7 +138,8 @@ class AgentLease:
             if not is_own and not self.is_name_taken:
                 self.is_name_taken = True
                 log.error(
-                    "another agent has the same id; give one of them another fleet.agent.id",
+                    "another agent has the same id: this one waits for the end of its lease; if it lives, give one of "
+                    "them another fleet.agent.id",
                     extra={"agent": self._record.agent_id},
                 )
             await self._sleep(max(RETRY_S, self._ttl_s / RENEWALS))
@@ -149,7 +152,7 @@ class AgentLease:
             return False
 
     async def _renew(self) -> None:
-        """Renew until the store has ended the lease."""
+        """Renew until the store has ended the lease, or another agent has the name."""
         term = self._term
         assert term is not None
         while True:
@@ -158,11 +161,18 @@ class AgentLease:
             try:
                 async with asyncio.timeout(self._ttl_s / 4):
                     is_renewed = await self._store.renew(term.lease)
+                    found = await self._store.get(term.condition.key) if is_renewed else None
             except (StorageUnavailable, TimeoutError):
                 self._is_store_silent = True
                 continue
             self._is_store_silent = False
             if not is_renewed:
+                return
+            if found is not None and not self._is_own(found.value):
+                term.end()
+                with contextlib.suppress(StorageUnavailable, TimeoutError):
+                    async with asyncio.timeout(self._ttl_s):
+                        await self._store.revoke(term.lease)  # further keys end with it; the record has another one
                 return
             was_valid = term.is_valid
             term.renewed(begun)

@@ -56,7 +56,7 @@ from stages.agent.peers.http_api import PieceApi
 from stages.agent.peers.sharing import Exchange
 from stages.agent.session_moves.engine_sessions import EngineSessions
 from stages.agent.session_moves.http_api import SessionApi
-from stages.agent.state_file import Stored, read_stored, write_stored
+from stages.agent.state_file import Stored, place_of, read_stored, write_stored
 
 log = logging.getLogger("starling.agent")
 
@@ -79,11 +79,15 @@ class AgentStage:
         self._lock = run_dir.StageLock(self._dir, "agent")
         before = read_stored(self._dir / "agent.json")
         self._models_before = before.models if before is not None else ()
-        self._previous = before.incarnation if before is not None else ""
+        place = place_of(self._dir)
+        # In this directory, whose lock is held, it is dead. A copy says nothing of it: its lease must end first.
+        self._previous = before.incarnation if before is not None and place and before.place == place else ""
         known_id = config.fleet.agent.id or (before.agent_id if before is not None else "")
         self._tls = open_tls(config.fleet.tls, "agent", known_id)
         agent_id = known_id or (self._tls.name if self._tls is not None else new_agent_id())
-        self._stored = Stored(agent_id=agent_id, incarnation=secrets.token_hex(8), models=self._models_before)
+        self._stored = Stored(
+            agent_id=agent_id, incarnation=secrets.token_hex(8), models=self._models_before, place=place
+        )
         is_plain = self._tls is None or not self._tls.is_required
         self._token = tokens.load_or_create(paths.fleet_token(config)) if is_plain else ""
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.files import replace_file
+from pipeline.runtime.steady_clock import read_boot_id
 from shm.decoding import DECODE_ERRORS
 from stages.agent.disk_threads import STATE
 
@@ -28,6 +29,16 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     agent_id: str
     incarnation: str
     models: tuple[str, ...] = ()  # that are placed, or still to be restored
+    place: str = ""  # where the agent ran, see `place_of`
+
+
+def place_of(agent_dir: Path) -> str:
+    """The name of this directory, on this host, since its boot; "" if the kernel has none.
+
+    A copy of the directory has another one: the agent that wrote the file may live where it was copied from.
+    """
+    boot, found = read_boot_id(), agent_dir.stat()
+    return f"{boot}:{found.st_dev}:{found.st_ino}" if boot else ""
 
 
 def read_stored(path: Path) -> Stored | None:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from pipeline.coordination.election import RENEWALS
 from pipeline.coordination.memory import MemoryStore
 from pipeline.errors import StorageUnavailable
 from pipeline.fleet import records
@@ -148,6 +149,19 @@ async def test_the_record_of_the_agent_that_ran_here_before_is_replaced(here: Si
         async with here.running(second):
             assert second.is_valid
             assert await here.holder() == "two"
+
+
+async def test_an_agent_whose_name_was_taken_over_stops_and_comes_back_after_it(here: Site) -> None:
+    one = here.make("one")
+    async with here.running(one):
+        async with here.running(here.make("two", previous="one")):
+            await here.pass_time(1.5 * TTL_S / RENEWALS)
+            assert not one.is_valid
+            assert one.is_name_taken
+            assert await here.holder() == "two"
+        await here.pass_time(TTL_S)
+        assert one.is_valid and not one.is_name_taken
+        assert await here.holder() == "one"
 
 
 async def test_another_agent_of_the_same_id_waits(here: Site) -> None:

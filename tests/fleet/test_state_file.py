@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from pipeline.config import paths
+from pipeline.config.load import resolve
 from stages.agent import state_file
-from stages.agent.state_file import StateFile, Stored, read_stored
+from stages.agent.stage import AgentStage
+from stages.agent.state_file import StateFile, Stored, place_of, read_stored, write_stored
 from tests.fleet.coordination_stores import until
 
 FIRST = Stored(agent_id="a", incarnation="b")
@@ -110,3 +114,22 @@ async def test_a_disk_that_fails_costs_that_state_alone(tmp_path: Path, disk: Bu
     disk.error = None
     await file.store()
     assert models_in(tmp_path) == ("m",)
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_only_the_agent_of_this_directory_is_known_to_be_dead(
+    tmp_path: Path, is_copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that wrote the file before it was copied may live: its record is not replaced at once."""
+    homes = [tmp_path / "home", tmp_path / "copy"]
+    folders = [paths.agent_dir(resolve({}, {}), {"STARLING_HOME": str(home)}) for home in homes]
+    for folder in folders:
+        folder.mkdir(mode=0o700, parents=True)
+    write_stored(folders[0], Stored(agent_id="a", incarnation="before", models=("m",), place=place_of(folders[0])))
+    if is_copied:
+        shutil.copy(folders[0] / "agent.json", folders[1])
+    monkeypatch.setenv("STARLING_HOME", str(homes[is_copied]))
+    stage = AgentStage(resolve({}, {}))
+    stage._lock.release()
+    assert stage._previous == ("" if is_copied else "before")
+    assert (stage._stored.agent_id, stage._stored.models) == ("a", ("m",))
