@@ -299,7 +299,7 @@ class AgentConfig(Section, frozen=True, kw_only=True):
     port: Port = 8090
     tls_port: Port = 0  # for TLS, beside `port` while fleet.tls.required is false
     advertise: str = ""  # host name or address under which orchestrators reach it and its engines; "": host
-    lease_ms: Annotated[int, Meta(ge=1000, le=600_000)] = 5_000  # an agent that is silent for so long is gone
+    lease_ms: Annotated[int, Meta(ge=3000, le=600_000)] = 5_000  # then a silent agent is gone; its engines end before
     max_models: Annotated[int, Meta(ge=1, le=64)] = 4  # engines at once
     start_timeout_s: Annotated[int, Meta(ge=1, le=86_400)] = 600  # until an engine answers; then it is started again
     signed_urls: bool = False  # a bucket is read by URLs that orchestrators sign: this host needs no credentials of it

@@ -6,12 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
-from pipeline.coordination.election import RENEWALS
+from pipeline.config.load import resolve
+from pipeline.config.schema import AgentConfig
+from pipeline.coordination.election import MARGIN, RENEWALS
 from pipeline.coordination.memory import MemoryStore
-from pipeline.errors import StorageUnavailable
+from pipeline.errors import ConfigError, StorageUnavailable
 from pipeline.fleet import records
+from stages.agent.engines.starling_engine import SUSPEND_S
 from stages.agent.lease import AgentLease
 from tests.fleet.coordination_stores import Clock
 
@@ -162,6 +166,14 @@ async def test_an_agent_whose_name_was_taken_over_stops_and_comes_back_after_it(
         await here.pass_time(TTL_S)
         assert one.is_valid and not one.is_name_taken
         assert await here.holder() == "one"
+
+
+def test_an_engine_ends_within_the_margin_of_the_shortest_lease() -> None:
+    fields = [one for one in msgspec.structs.fields(AgentConfig) if one.name == "lease_ms"]
+    shortest = fields[0].type.__metadata__[0].ge
+    assert MARGIN * shortest / 1000 > SUSPEND_S
+    with pytest.raises(ConfigError, match=str(shortest)):
+        resolve({"fleet": {"agent": {"lease_ms": shortest - 1}}}, env={})
 
 
 async def test_another_agent_of_the_same_id_waits(here: Site) -> None:

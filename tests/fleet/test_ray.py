@@ -67,7 +67,7 @@ def test_agents_run_on_the_nodes_of_a_cluster(tmp_path: Path) -> None:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": "a" * 32,
         "RAY_ADDRESS": "127.0.0.1:6379",
-        "STARLING_FLEET__AGENT__LEASE_MS": "2000",
+        "STARLING_FLEET__AGENT__LEASE_MS": "3000",
     }
     found = run("ray_scenario", tmp_path, **environment)
     assert {found["first"], found["moved"]} == {"127.0.0.2", "127.0.0.3"}
