@@ -54,6 +54,7 @@ log = logging.getLogger("starling.agent.http")
 
 BODY_TIMEOUT_S = 30.0  # from a request's head to the end of its body
 CONNECT_S = 5.0  # to an engine
+ANSWER_MARGIN_S = 10.0  # beyond server.request_timeout_ms, for an engine's own error to arrive
 # Headers of a request that the engine gets, and of its response that the client gets.
 PASSED_ON = ("Content-Type", "Accept", "Idempotency-Key", "Last-Event-ID", "X-Request-Id", "Anthropic-Version")
 # Who may call the paths that begin so over TLS; the others are for orchestrators alone.
@@ -246,10 +247,11 @@ class AgentApi:
             raise StarlingError("INVALID_REQUEST", late, status=408) from None
 
     async def _proxied(self, request: web.Request, engine: Engine, path: str, raw: bytes) -> web.StreamResponse:
-        """Send the body to the engine, and its answer to the client as it comes."""
+        """Send the body to the engine, and its answer to the client as it comes. A client that leaves ends both."""
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         headers["Authorization"] = f"Bearer {engine.key}"
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        silent_s = self._config.server.request_timeout_ms / 1000 + ANSWER_MARGIN_S
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=silent_s)
         response: web.StreamResponse | None = None
         try:
             async with self._session.request(

@@ -158,7 +158,7 @@ class AgentStage:
             sessions = EngineSessions(models, record.agent_id)
             calls = pieces, tls, doors, kv_pages, SessionApi(sessions)
             api = AgentApi(self.config, self._token, models, lease, reporter, metrics, session, *calls)
-            runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=SHUTDOWN_S)
+            runner = web.AppRunner(api.app(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
             assert runner.server is not None

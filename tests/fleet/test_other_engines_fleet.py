@@ -6,11 +6,13 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.server import poll_until
 from tests.fleet.agent_process import Agent
 from tests.fleet.engine_hosts import KEYS, MINE, OTHER, Hosts, texts
 from tests.fleet.stand_in_engine import expected
@@ -24,7 +26,8 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello there"}], 
 class Host(Agent):
     """An agent whose model is in a directory of its own, so that a test controls its engine."""
 
-    def __init__(self, folder: Path, name: str, secret: str, store: Path) -> None:
+    def __init__(self, folder: Path, name: str, secret: str, store: Path, **fields: Any) -> None:
+        """`fields`: of its engine."""
         home = folder / name
         self.model = home / "model-files"
         self.model.mkdir(parents=True)
@@ -32,6 +35,7 @@ class Host(Agent):
         (home / "fleet-token").write_text(secret)
         (home / "fleet-token").chmod(0o600)
         engine = {"model": "m", "engine": "vllm", "path": str(self.model), "program": str(write_program(home))}
+        engine.update(fields)
         # A lease that outlasts any pause of a busy machine: with a shorter one an agent refuses what it is asked for.
         agent = {"id": name, "engines": [engine], "lease_ms": 600_000}
         config = {"fleet": {"store": f"sqlite:{store}", "agent": agent}}
@@ -209,3 +213,17 @@ def test_by_configuration_a_stream_ends_with_an_error(hosts: Hosts[Host], homes:
         for agent in hosts.agents.values():
             agent.control("")
         assert second.fleet.close() == 0, "".join(second.fleet.lines)
+
+
+def test_a_caller_of_infer_that_leaves_frees_its_place(homes: Callable[[], Path]) -> None:
+    base = homes()
+    with Host(base, "three", "t" * 40 + "\n", base / "fleet.db", max_requests=1) as agent:
+        assert agent.call("/load_model", model_id="m")[0] == 200
+        agent.control("hold")
+        body = {**CHAT, "stream": False}
+        caller = HTTPConnection("127.0.0.1", int(agent.url.rpartition(":")[2]))
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {agent.token}"}
+        caller.request("POST", "/infer", json.dumps(body), headers)
+        poll_until(lambda: len(agent.requests()) == 1)
+        caller.close()
+        poll_until(lambda: agent.call("/infer", **{**body, "max_tokens": 1})[0] == 200)  # which is not held
