@@ -8,6 +8,7 @@ prefixes.py     which prompts each engine was sent
 held_prefixes.py  which of their prefixes it holds, as agents publish it
 router.py       the choice of an agent
 adapter_hosts.py  which agents may load or serve an adapter
+eviction.py     which models and adapters may leave an agent
 last_uses.py    when each model and adapter was used last
 decisions.py    why each choice was made
 
@@ -35,8 +36,8 @@ text_stream.py  the text of a stream of another engine, from which another one g
 opening.py      exchanges that end when their agent is lost
 releases.py     tells engines that no one reads a request
 catalog_reader.py  what is published
-cold_loads.py   loads that requests wait for, one for each model
-placement.py    the loads that placements need
+cold_loads.py   loads for requests and placements, one of a model at each agent
+placement.py    the loads that placements need, and the copies that stay
 idle_models.py  models that have had no requests for a while
 model_changes.py  loads and unloads on agents
 store_follower.py  agents, cordons, placements and quotas as the store has them

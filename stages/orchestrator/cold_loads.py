@@ -69,6 +69,10 @@ class ColdLoads:
         since = self._clock() - FAILED_S
         return {agent_id for (name, agent_id), at in self._failed.items() if name == model and at > since}
 
+    def models_at(self, agent_id: str) -> set[str]:
+        """What an agent loads: models, and adapters as MODEL:ADAPTER."""
+        return {one.model for one in self._loads.values() if one.agent_id == agent_id}
+
     async def wait(
         self,
         model: str,

@@ -145,6 +145,10 @@ class FleetApi:
             "waiting_full": is_loading_full,
         }
 
+    def wanted(self) -> list[tuple[str, int]]:
+        """The models and adapters that are placed, and the replicas of each."""
+        return [(one.model, one.replicas) for one in self.placements.values()]
+
     def models(self) -> list[dict[str, Any]]:
         """The models that requests may name, as in OpenAI's API."""
         ready = self._router.models()

@@ -2,7 +2,7 @@
 
 An agent reports what its engines compute, what waits, and how many sequences they have taken so far, so that requests
 of other orchestrators, and those between two polls, count as well.  The time of an engine begins when this orchestrator
-first sees it.  Models with a placement stay.  Pure.
+first sees it.  Which models stay all the same, eviction.py says.  Pure.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class IdleModels:
                 found[name] = known
         self._seen = found
 
-    def due(self, table: Collection[NodeView], idle_s: float, kept: Collection[str]) -> list[Loaded]:
-        """The models that have been idle for `idle_s`, but for those of the names `kept`. One for each agent at most.
+    def due(self, table: Collection[NodeView], idle_s: float, stays: Callable[[str], Collection[str]]) -> list[Loaded]:
+        """The models that have been idle for `idle_s`, but for those that stay. One for each agent at most.
 
-        Of an agent that does not answer nothing is known.
+        `stays`: names, by agent. Of an agent that does not answer nothing is known.
         """
         now = self._clock()
         answering = {view.agent_id for view in table if view.health == "READY"}
         idle = [
             (seen.since, name)
             for name, seen in self._seen.items()
-            if name.agent_id in answering and name.model not in kept and now - seen.since >= idle_s
+            if name.agent_id in answering and now - seen.since >= idle_s and name.model not in stays(name.agent_id)
         ]
         first: dict[str, Loaded] = {}
         for _, name in sorted(idle):

@@ -2,12 +2,12 @@
 
 An agent is short of memory from two successive answers with less than `LOW` of it available until one with `HIGH`: what
 an unloaded model has had is back by then.  With each answer meanwhile one model may leave, the one that has been idle
-longest.  Models with requests, with a placement, and those that a load is waiting for stay.  Pure.
+longest.  Models with requests stay, and those of eviction.py.  Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from pipeline.fleet.bodies import HeartbeatResponse
@@ -33,10 +33,10 @@ class MemoryPressure:
         self._idle = idle
         self._seen: dict[str, _Seen] = {}
 
-    def due(self, table: Collection[NodeView], kept: Collection[str]) -> list[Loaded]:
+    def due(self, table: Collection[NodeView], stays: Callable[[str], Collection[str]]) -> list[Loaded]:
         """The models that should leave now, one for each agent that is short of memory and has answered anew.
 
-        Call it after `IdleModels.observe`. `kept`: names of models that stay.
+        Call it after `IdleModels.observe`. `stays`: names of models that stay, by agent.
         """
         found: dict[str, _Seen] = {}
         short = []
@@ -53,4 +53,4 @@ class MemoryPressure:
             if found[view.agent_id].is_short:
                 short.append(view)
         self._seen = found
-        return self._idle.due(short, IDLE_S, kept) if short else []
+        return self._idle.due(short, IDLE_S, stays) if short else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
@@ -100,7 +100,6 @@ class ModelChanges:
         self._clock = clock
         self._signer = signer
         self._sleep = sleep
-        self.kept: Callable[[], Collection[str]] = tuple  # adapters that do not leave for others
 
     async def load(self, agent_id: str, model: str, evict: str | None = "") -> None:
         """Load a model on an agent, after another one has left. Raises `StarlingError`.
@@ -213,17 +212,18 @@ class ModelChanges:
         Refused for too little memory or disk, for too many adapters, or because of another version of the model.
         """
         if error.code == Conflict.CODE and error.param == "digest":
-            return "" if is_repeated else self._router.outdated_model(agent_id, model)
+            eviction = self._router.eviction
+            return "" if is_repeated else eviction.outdated_model(agent_id, model, self._published.get(model))
         if error.code != ResourceError.CODE:
             return ""
         if error.param == ADAPTERS:
-            return self._router.idle_adapter(agent_id, model, {*besides, *self.kept()})
-        return self._router.idle_model(agent_id, besides)
+            return self._router.eviction.idle_adapter(agent_id, model, besides)
+        return self._router.eviction.idle_model(agent_id, besides)
 
     def _may_leave_later(self, error: StarlingError, agent_id: str, model: str) -> bool:
         """Whether an adapter for which there is no room may wait: others are loading, or have requests."""
         is_full = error.code == ResourceError.CODE and error.param == ADAPTERS
-        return is_full and any(one not in self.kept() for one in self._router.other_adapters(agent_id, model))
+        return is_full and self._router.eviction.may_adapter_leave(agent_id, model)
 
     async def place(self, agent_id: str, model: str) -> None:
         """Load a model that is to be placed. After an error it waits: the next attempt comes later."""

@@ -1,8 +1,11 @@
-"""Which agents should load which models, so that each placement has its replicas. Pure; run by the leader."""
+"""Which agents should load which models, so that each placement has its replicas, and which copies of these stay.
+
+Pure; the loads are the leader's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from pipeline.api.adapter_names import base_of
@@ -23,49 +26,86 @@ def _is_host(view: NodeView, model: str) -> bool:
     return _state(view, base_of(model)) in HELD
 
 
+def _room_for(view: NodeView, model: str) -> str | None:
+    return "" if not view.details.max_models or _load(view)[0] < view.details.max_models else None
+
+
+def copies(model: str, table: Iterable[NodeView]) -> list[NodeView]:
+    """The agents whose copies of the model count for a placement."""
+    return [view for view in table if view.may_start and view.health == "READY" and _state(view, model) in HELD]
+
+
+def copies_that_stay(wanted: Iterable[tuple[str, int]], table: Collection[NodeView]) -> dict[str, set[str]]:
+    """By agent, the placed models and adapters that do not leave it: of each (model, replicas) so many copies.
+
+    First those that are ready, then those of agents that take requests and answer, then by id: so every orchestrator
+    spares the same ones.
+    """
+    found: dict[str, set[str]] = {}
+    for model, replicas in wanted:
+        held = [view for view in table if _state(view, model) in HELD]
+        held.sort(
+            key=lambda view: (
+                _state(view, model) != "READY",
+                not view.may_start,
+                view.health != "READY",
+                view.agent_id,
+            )
+        )
+        for view in held[:replicas]:
+            found.setdefault(view.agent_id, set()).add(model)
+    return found
+
+
 def missing_loads(
-    wanted: Iterable[tuple[str, int]], table: list[NodeView], is_host: Callable[[NodeView, str], bool] = _is_host
+    wanted: Iterable[tuple[str, int]],
+    table: list[NodeView],
+    is_host: Callable[[NodeView, str], bool] = _is_host,
+    room_for: Callable[[NodeView, str], str | None] = _room_for,
 ) -> list[Load]:
     """The loads that bring each (model, replicas) to its number, at most one for each agent.
 
-    An agent that has the files comes first, then one with more room.  An agent whose engine for the model has failed is
-    the last choice.  What runs on agents without a placement stays: it leaves when another model needs its place.
-    `is_host`: whether an agent has the model of an adapter in the right version.
+    An agent that has the files comes first, then one with more room; then one that another model must leave.  An agent
+    whose engine for the model has failed is the last choice.
+    `is_host`: whether an agent has the model of an adapter in the right version.  `room_for`: the model that leaves an
+    agent for another one; "": none must, None: none may.
     """
     busy: set[str] = set()
     loads = []
     for model, replicas in wanted:
-        have = [view for view in table if _state(view, model) in HELD]
-        usable = [view for view in have if view.may_start and view.health == "READY"]
+        n_copies = len(copies(model, table))
+        if n_copies >= replicas:
+            continue
         base = base_of(model)
         # An adapter needs no place of its own where its model is.
         hosts = [view.agent_id for view in table if base != model and is_host(view, model)]
+        leaving = {view.agent_id: "" if view.agent_id in hosts else room_for(view, model) for view in table}
         candidates = [
             view
             for view in table
-            if view not in have
+            if _state(view, model) not in HELD
             and view.may_start
             and view.health == "READY"
             and not view.details.files_silent_s
             and (view.details.serves_adapters or base == model)
             # One that has another version of the model has its place, which that leaves when it is idle.
-            and (view.agent_id in hosts or _has_room(view) or (base != model and _is_host(view, model)))
+            and (leaving[view.agent_id] is not None or (base != model and _is_host(view, model)))
         ]
         candidates.sort(
             key=lambda view: (
                 _state(view, base) == "FAILED",
+                leaving[view.agent_id] != "",
                 view.agent_id not in hosts,
-                base != model and view.agent_id not in hosts and _is_host(view, model),
                 not _is_cached(view, base),
                 _load(view),
             )
         )
         for view in candidates:
-            if len(usable) >= replicas:
+            if n_copies >= replicas:
                 break
             if view.agent_id not in busy:
                 busy.add(view.agent_id)
-                usable.append(view)
+                n_copies += 1
                 loads.append(Load(model, view.agent_id))
     return loads
 
@@ -95,10 +135,6 @@ def stalled_loads(
 def _state(view: NodeView, model: str) -> str:
     found = loaded(view.details, model)
     return found.model_state if found is not None else ""
-
-
-def _has_room(view: NodeView) -> bool:
-    return not view.details.max_models or _load(view)[0] < view.details.max_models
 
 
 def _is_cached(view: NodeView, model: str) -> bool:

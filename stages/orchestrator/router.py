@@ -25,11 +25,11 @@ from pipeline.catalog.adapters import unknown_adapter
 from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded, StarlingError
 from pipeline.fleet.bodies import LoadedModel
 from stages.orchestrator import adapter_hosts, further_copies
-from stages.orchestrator.adapter_hosts import HELD_STATES, Published
+from stages.orchestrator.adapter_hosts import Published
 from stages.orchestrator.decisions import AgentScore, Choice, DecisionLog
+from stages.orchestrator.eviction import Eviction
 from stages.orchestrator.held_prefixes import HeldPrefixes, engine_name
 from stages.orchestrator.interfaces import NodeView, RequestRouter, RoutedRequest, RoutingTable
-from stages.orchestrator.last_uses import LastUses
 from stages.orchestrator.model_places import ModelPlace, ModelPlaces
 from stages.orchestrator.policies import Order, by_name, by_score
 from stages.orchestrator.rates import Rates
@@ -80,7 +80,7 @@ class ScoreRouter(RequestRouter):
         self._under_way: Counter[tuple[str, str]] = Counter()  # by agent and model, which has those of its adapters
         self._turns = itertools.count()
         self._last_turn: dict[str, int] = {}  # by agent: ties go to the one that was chosen longest ago
-        self._last_uses = LastUses(self._turns)  # which model or adapter leaves first
+        self.eviction = Eviction(self._turns, self._under_way)
         self.room = further_copies.RoomLines()
         self.loading_at: Callable[[str], Collection[str]] = lambda model: ()  # agents that load it ("": any) now
         self.failed_at: Callable[[str], Collection[str]] = lambda model: ()  # agents that have just failed to
@@ -100,7 +100,7 @@ class ScoreRouter(RequestRouter):
         running = [(view, one) for view in table for one in view.details.loaded_models if one.engine_incarnation]
         self.prefixes.keep_only({engine_name(view.agent_id, one) for view, one in running})
         self._last_turn = {name: turn for name, turn in self._last_turn.items() if name in self._table}
-        self._last_uses.observe(table)
+        self.eviction.update(self._table)
 
     @property
     def table(self) -> list[NodeView]:
@@ -218,7 +218,7 @@ class ScoreRouter(RequestRouter):
             if further
             else ""
             if is_ready or not self._takes_place(view, request.model)
-            else self._leaving(view, request.model) or "",
+            else self.room_for(view, request.model) or "",
             must_hold=request.is_held and bool(request.begins),
         )
 
@@ -235,8 +235,9 @@ class ScoreRouter(RequestRouter):
         """Whether the agent has an engine for the model, or is getting one: for an adapter in the right version."""
         return adapter_hosts.is_host(view.details, model, self._published(model))
 
-    def _has_other_version(self, view: NodeView, model: str) -> bool:
-        return adapter_hosts.has_other_version(view.details, model, self._published(model))
+    def room_for(self, view: NodeView, model: str) -> str | None:
+        """The model that leaves the agent for another one: "" if there is room, None if none may leave."""
+        return self.eviction.room_for(view, model, self._published(model))
 
     def _takes_place(self, view: NodeView, model: str) -> bool:
         """Whether an engine must be started for a model: an adapter is loaded into that of its model."""
@@ -244,7 +245,7 @@ class ScoreRouter(RequestRouter):
 
     def _has_place(self, view: NodeView, model: str) -> bool:
         """Whether no other model must leave for this one; an adapter needs an engine of its model."""
-        return not self._takes_place(view, model) or (":" not in model and self._leaving(view, model) == "")
+        return not self._takes_place(view, model) or (":" not in model and self.room_for(view, model) == "")
 
     def _check_engine(self, model: str) -> None:
         """Raises `StarlingError` if another kind of engine computes the model, which takes no conversations."""
@@ -309,10 +310,10 @@ class ScoreRouter(RequestRouter):
         published = self._published(request.model)
         if published is None and residence(view.details, request.model, "", 0).level == "REMOTE":
             return "it does not have the model, which is not published"
-        if self._leaving(view, request.model) is None:
-            if self._has_other_version(view, request.model):
+        if self.room_for(view, request.model) is None:
+            if adapter_hosts.has_other_version(view.details, request.model, published):
                 return f"it has another version of {base_of(request.model)}, which is not idle"
-            return f"it runs {view.details.max_models} models, and none of them is idle"
+            return f"it runs {view.details.max_models} models, and none of them is idle without being placed"
         return ""
 
     def _may_become(self, request: RoutedRequest, view: NodeView) -> bool:
@@ -393,60 +394,13 @@ class ScoreRouter(RequestRouter):
         )
         self.decisions.add(request_id, model, choice)
 
-    def idle_model(self, agent_id: str, besides: Collection[str]) -> str:
-        """The model that leaves the agent when another one needs its memory; "" if none is idle."""
-        view = self._table.get(agent_id)
-        return (self._least_recent(view, besides) if view is not None else None) or ""
-
-    def idle_adapter(self, agent_id: str, model: str, besides: Collection[str]) -> str:
-        """The adapter of the same model that leaves the agent for MODEL:ADAPTER: that which was used longest ago.
-
-        "": all others are loading, or have requests.
-        """
-        ready = self.other_adapters(agent_id, model, is_ready=True)
-        others = [name for name in ready if name not in besides and not self._last_uses.has_requests(agent_id, name)]
-        return min(others, key=lambda name: (self._last_uses.of(agent_id, name), name), default="")
-
-    def other_adapters(self, agent_id: str, model: str, *, is_ready: bool = False) -> list[str]:
-        """The other adapters of the same model on the agent, or those that are ready."""
-        view = self._table.get(agent_id)
-        running = loaded(view.details, base_of(model)) if view is not None else None
-        found = [one for one in running.adapters if one.is_ready or not is_ready] if running is not None else []
-        return [name for one in found if (name := f"{base_of(model)}:{one.name}") != model]
-
-    def outdated_model(self, agent_id: str, model: str) -> str:
-        """The model of an adapter, if the agent has another version of it than the published one; else ""."""
-        view = self._table.get(agent_id)
-        return base_of(model) if view is not None and self._has_other_version(view, model) else ""
-
-    def _leaving(self, view: NodeView, model: str) -> str | None:
-        """The model that leaves for another one: "" if there is room, None if no model is idle."""
-        if self._has_other_version(view, model):
-            base = base_of(model)
-            others = [one.model_id for one in view.details.loaded_models if one.model_id != base]
-            return self._least_recent(view, others)
-        held = [one for one in view.details.loaded_models if one.model_state in HELD_STATES]
-        if len(held) < (view.details.max_models or len(held) + 1):
-            return ""
-        return self._least_recent(view)
-
-    def _least_recent(self, view: NodeView, besides: Collection[str] = ()) -> str | None:
-        """The idle model that was used longest ago."""
-        idle = [
-            one.model_id
-            for one in view.details.loaded_models
-            if (one.model_state == "READY" and not one.silent_s and one.model_id not in besides)
-            and not (one.running or one.vllm_queue_length or self._under_way[view.agent_id, one.model_id])
-        ]
-        return min(idle, key=lambda name: (self._last_uses.of(view.agent_id, name), name), default=None)
-
     # ---------------------------------------------------------------- what happens to requests
 
     def begin(self, route: Route, request: RoutedRequest) -> None:
         """The request is sent to the agent."""
         base = base_of(request.model)
         self._under_way[route.agent_id, base] += 1
-        self._last_uses.begin(route.agent_id, *{base, request.model})
+        self.eviction.uses.begin(route.agent_id, *{base, request.model})
         if request.blocks and route.engine is not None and route.agent_id in self._table:
             self.prefixes.remember(engine_name(route.agent_id, route.engine), request.blocks)
 
@@ -477,7 +431,7 @@ class ScoreRouter(RequestRouter):
         if self._under_way[key] <= 0:
             del self._under_way[key]
         self.room.wake(key[1])
-        self._last_uses.end(route.agent_id, request.model)
+        self.eviction.uses.end(route.agent_id, request.model)
 
     def under_way(self, agent_id: str, model: str = "") -> int:
         """Requests of this orchestrator at an agent, of a model or of all."""

@@ -27,7 +27,6 @@ import msgspec
 import uvloop
 from aiohttp import web
 
-from pipeline.api.adapter_names import base_of
 from pipeline.api.key_file import KeyFile, key_path
 from pipeline.api.keys import Keys
 from pipeline.api.quotas import Quotas
@@ -151,7 +150,7 @@ class OrchestratorStage:
         )
         self.cold = ColdLoads(self.changes.load, bounds.max_waiting, time.monotonic)
         self.router.loading_at, self.router.failed_at = self.cold.agents_of, self.cold.failed_at
-        self.changes.kept = self._kept
+        self.router.eviction.loads_at = self.cold.models_at
         self._changed = asyncio.Event()
         self.pages = PageTransfers(
             self._calls, self.registry, self.router.rates, self.router.decisions, self.events.add, time.monotonic
@@ -222,6 +221,7 @@ class OrchestratorStage:
         self.fleet = self.follower.fleet = FleetApi(
             self.identity, self.registry, self.router, self.relay, self.cold, self.follower.write, self.events
         )
+        self.router.eviction.placements = self.fleet.wanted
         self.fleet.in_flight, self.fleet.max_in_flight = lambda: self.front.in_flight, bounds.max_concurrent_requests
         self.fleet.published = self._published
         self.fleet.learn = self._catalog.learn
@@ -448,9 +448,8 @@ class OrchestratorStage:
     async def _place_while(self, term: Term) -> None:
         while term.is_valid:
             self.fleet.is_leader = True
-            placements = self.fleet.placements.values() if self.fleet.is_store_up else ()
-            wanted = [(one.model, one.replicas) for one in placements]
-            due_loads = missing_loads(wanted, self.router.table, self.router.is_host)
+            wanted = self.fleet.wanted() if self.fleet.is_store_up else []
+            due_loads = missing_loads(wanted, self.router.table, self.router.is_host, self.router.room_for)
             due_loads += stalled_loads(wanted, self.router.table, self.signer.has_told)
             for load in due_loads:
                 self._start_placing(load.agent_id, partial(self.changes.place, load.agent_id, load.model))
@@ -459,21 +458,17 @@ class OrchestratorStage:
             self.prefix_moves.begin_round()
             self.idle.observe(self.router.table)
             if self.fleet.is_store_up:
-                self._unload_idle({base_of(model) for model in self._kept()})
+                self._unload_idle()
             await asyncio.sleep(PLACE_S)
 
-    def _kept(self) -> set[str]:
-        """Models and adapters that are placed, or that requests wait for."""
-        placed = {one.model for one in self.fleet.placements.values()}
-        return placed | {load.model for load in self.cold.under_way}
-
-    def _unload_idle(self, kept: set[str]) -> None:
+    def _unload_idle(self) -> None:
         """Unload models that have had no requests for a while, or whose agent is short of memory."""
         table, unload = [view for view in self.router.table if not keeps_models(view)], self.changes.unload_idle
-        for agent_id, model in self.pressure.due(table, kept):
+        stays = self.router.eviction.stays
+        for agent_id, model in self.pressure.due(table, stays):
             self._start_placing(agent_id, partial(unload, agent_id, model, "its agent is short of memory"))
         if idle_ms := self.config.fleet.orchestrator.unload_idle_ms:
-            for agent_id, model in self.idle.due(table, idle_ms / 1000, kept):
+            for agent_id, model in self.idle.due(table, idle_ms / 1000, stays):
                 self._start_placing(agent_id, partial(unload, agent_id, model, IDLE_REASON))
 
     def _start_placing(self, agent_id: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -26,7 +26,7 @@ from pipeline.api.error_response import error_response
 from pipeline.config.load import load
 from pipeline.coordination.address import open_store
 from pipeline.coordination.interface import Change, CoordinationStore, Item
-from pipeline.errors import Conflict, ResourceError, StarlingError
+from pipeline.errors import Conflict, NotOnThisHost, ResourceError, StarlingError
 from pipeline.fleet import bodies, token
 from pipeline.fleet.records import AgentRecord, agent_key, encode
 from shm.pages import NUMERICS
@@ -60,6 +60,8 @@ class TestAgent:
         self.sessions = 0  # of each engine
         self.moving = 0  # likewise
         self.memory = 1000  # models for which there is memory
+        self.max_models = 0  # 0: any number
+        self.refused: set[str] = set()  # models for which the host is too small
         self.available: Callable[[], float] = lambda: 1.0  # part of the memory
         self.is_silent = False
         self.is_extended = False  # the last poll asked it to serve on without the store
@@ -113,7 +115,9 @@ class TestAgent:
         model = load.model_id
         self.digests.append(load.digest)
         self.loads.append(model)
-        if len(self.engines) >= self.memory:
+        if model in self.refused:
+            raise NotOnThisHost(f"{model!r} needs more memory than this host has", "model_id")
+        if len(self.engines) >= min(self.memory, self.max_models or self.memory):
             raise ResourceError(f"{model!r} needs more memory: unload a model", "model_id")
         self.loading.set()
         assert self.may_load.wait(60)
@@ -149,6 +153,7 @@ class TestAgent:
             incarnation=self.incarnation,
             state="IDLE",
             memory_available=self.available(),
+            max_models=self.max_models,
             loaded_models=tuple(models),
             cached_models=tuple(files),
         )

@@ -150,10 +150,10 @@ def test_requests_of_adapters_count_for_their_engine() -> None:
         made.begin(route, one)
     assert [made.under_way("a", name) for name in (MODEL, f"{MODEL}:first", "", "other")] == [3, 3, 3, 0]
     assert made.choose(request(model=f"{MODEL}:first")).ahead == 3
-    assert made.idle_model("a", ()) == ""
+    assert made.eviction.idle_model("a", ()) == ""
     for route, one in zip(routes, asked, strict=True):
         made.end(route, one)
-    assert made.under_way("a") == 0 and made.idle_model("a", ()) == MODEL
+    assert made.under_way("a") == 0 and made.eviction.idle_model("a", ()) == MODEL
 
 
 def test_the_adapter_that_leaves_was_used_longest_ago() -> None:
@@ -163,9 +163,11 @@ def test_the_adapter_that_leaves_was_used_longest_ago() -> None:
         route = made.choose(one)
         made.begin(route, one)
         made.end(route, one)
-    assert made.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:second"
-    assert made.idle_adapter("a", f"{MODEL}:third", {f"{MODEL}:second"}) == f"{MODEL}:first"
-    assert made.idle_adapter("a", "other:first", ()) == made.idle_adapter("gone", f"{MODEL}:x", ()) == ""
+    assert made.eviction.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:second"
+    assert made.eviction.idle_adapter("a", f"{MODEL}:third", {f"{MODEL}:second"}) == f"{MODEL}:first"
+    assert (
+        made.eviction.idle_adapter("a", "other:first", ()) == made.eviction.idle_adapter("gone", f"{MODEL}:x", ()) == ""
+    )
 
 
 def used(name: str, requests: int, running: int = 0) -> LoadedAdapter:
@@ -181,17 +183,17 @@ def test_an_adapter_that_another_orchestrator_uses_stays() -> None:
         route = made.choose(one)
         made.begin(route, one)
         made.end(route, one)
-    assert made.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:first"
+    assert made.eviction.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:first"
     # Both have had the requests of this orchestrator.
     made.update_routing_table([agent("a", engine(adapters=(used("first", 4), used("second", 8))))])
-    assert made.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:first"
+    assert made.eviction.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:first"
     made.update_routing_table([agent("a", engine(adapters=(used("first", 5), used("second", 8))))])
-    assert made.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:second"
+    assert made.eviction.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:second"
     made.update_routing_table([agent("a", engine(adapters=(used("first", 5), used("second", 8, running=1))))])
-    assert made.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:first"
+    assert made.eviction.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:first"
     busy = engine(adapters=(used("first", 5, running=1), used("second", 8, running=1)))
     made.update_routing_table([agent("a", busy)])
-    assert made.idle_adapter("a", f"{MODEL}:third", ()) == ""
+    assert made.eviction.idle_adapter("a", f"{MODEL}:third", ()) == ""
 
 
 def test_a_model_that_another_orchestrator_uses_stays() -> None:
@@ -201,25 +203,25 @@ def test_a_model_that_another_orchestrator_uses_stays() -> None:
         route = made.choose(one)
         made.begin(route, one)
         made.end(route, one)
-    assert made.idle_model("a", ()) == "other"
+    assert made.eviction.idle_model("a", ()) == "other"
     made.update_routing_table([agent("a", engine(requests=2), engine("other", requests=2), max_models=2)])
-    assert made.idle_model("a", ()) == "other"
+    assert made.eviction.idle_model("a", ()) == "other"
     made.update_routing_table([agent("a", engine(requests=2), engine("other", requests=3), max_models=2)])
-    assert made.idle_model("a", ()) == MODEL
+    assert made.eviction.idle_model("a", ()) == MODEL
 
 
 def test_an_adapter_that_is_loading_or_has_requests_stays() -> None:
     both = with_adapters("first", "second")
     starting = msgspec.structs.replace(both.adapters[0], is_ready=False)
     made = routing(agent("a", msgspec.structs.replace(both, adapters=(starting, both.adapters[1]))))
-    assert made.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:second"
-    assert made.other_adapters("a", f"{MODEL}:second") == [f"{MODEL}:first"]
+    assert made.eviction.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:second"
+    assert made.eviction.may_adapter_leave("a", f"{MODEL}:second")
     asked = request(model=f"{MODEL}:second")
     route = made.choose(asked)
     made.begin(route, asked)
-    assert made.idle_adapter("a", f"{MODEL}:third", ()) == ""
+    assert made.eviction.idle_adapter("a", f"{MODEL}:third", ()) == ""
     made.end(route, asked)
-    assert made.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:second"
+    assert made.eviction.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:second"
 
 
 def test_an_adapter_that_another_orchestrator_has_loaded_counts_as_used_then() -> None:
@@ -228,7 +230,7 @@ def test_an_adapter_that_another_orchestrator_has_loaded_counts_as_used_then() -
     made.begin(made.choose(asked), asked)
     made.end(made.choose(asked), asked)
     made.update_routing_table([agent("a", with_adapters("first", "second"))])
-    assert made.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:second"
+    assert made.eviction.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:second"
 
 
 def test_adapters_of_one_model_are_loaded_where_the_first_one_is() -> None:
@@ -256,7 +258,10 @@ def test_an_agent_that_has_begun_to_load_it_is_preferred() -> None:
 def test_another_version_of_its_model_must_leave_first() -> None:
     name, old = f"{MODEL}:first", {"digest": "9" * 64}
     made = routing(agent("a", engine(**old)))
-    assert made.choose(request(model=name)).evict == MODEL and made.outdated_model("a", name) == MODEL
+    assert (
+        made.choose(request(model=name)).evict == MODEL
+        and made.eviction.outdated_model("a", name, CATALOG[name]) == MODEL
+    )
     busy = agent("a", engine(running=1, **old))
     with pytest.raises(ModelUnavailable, match="another version of demo, which is not idle"):
         routing(busy).choose(request(model=name))

@@ -25,7 +25,7 @@ class World:
     def due(self, now: float, *views: Any, kept: tuple[str, ...] = ()) -> list[Loaded]:
         self.now = now
         self.idle.observe(views)
-        return self.idle.due(views, IDLE_S, kept)
+        return self.idle.due(views, IDLE_S, lambda agent_id: kept)
 
 
 def test_a_model_is_due_after_the_time_and_not_before() -> None:
@@ -92,8 +92,8 @@ class Short(World):
         """The models that leave after an answer."""
         answered = view("a", *(engines or (engine("other"), engine("demo"))), memory_available=available, **fields)
         self.idle.observe([answered])
-        found = [one.model for one in self.pressure.due([answered], kept)]
-        assert self.pressure.due([answered], kept) == []  # the same answer
+        found = [one.model for one in self.pressure.due([answered], lambda agent_id: kept)]
+        assert self.pressure.due([answered], lambda agent_id: kept) == []  # the same answer
         return found
 
 
@@ -125,4 +125,4 @@ def test_what_is_placed_or_used_does_not_leave_for_memory() -> None:
 def test_agents_of_older_releases_are_not_short_of_memory() -> None:
     short, old = Short(), view("a", engine("other"))
     short.idle.observe([old])
-    assert short.pressure.due([old], ()) == [] == short.answer(1.0)
+    assert short.pressure.due([old], lambda agent_id: ()) == [] == short.answer(1.0)

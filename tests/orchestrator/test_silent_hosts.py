@@ -31,7 +31,7 @@ def test_a_model_whose_engine_is_silent_is_not_idle() -> None:
     silent, other = view("a", engine(silent_s=4.0)), view("b", engine())
     for now[0] in (0.0, 100.0):
         idle.observe([silent, other])
-    assert [one.agent_id for one in idle.due([silent, other], 50.0, ())] == ["b"]
+    assert [one.agent_id for one in idle.due([silent, other], 50.0, lambda agent_id: ())] == ["b"]
     full = view("a", engine("old", silent_s=4.0), engine("older", silent_s=4.0))
     with pytest.raises(ModelUnavailable, match="none of them is idle"):
         router(full).choose(request())

@@ -116,3 +116,47 @@ def test_an_idle_model_leaves_an_agent_that_is_short_of_memory(tmp_path: Path) -
         assert agent.unloads == ["idle"]
         time.sleep(POLL_S)
     assert fleet.close() == 0, "".join(fleet.lines)
+
+
+def loaded(state: dict[str, Any]) -> list[list[str]]:
+    """The models of each agent."""
+    return [sorted(one["model_id"] for one in agent["loaded_models"]) for agent in state["agents"]]
+
+
+def kinds(fleet: Fleet) -> set[str]:
+    """Of events."""
+    return {event["kind"] for event in fleet.fleet_events()}
+
+
+def test_of_two_placements_without_room_for_both_one_stays(tmp_path: Path) -> None:
+    """No engine is stopped for the other one, which is started each time in vain."""
+    fleet = Fleet(tmp_path / "fleet")
+    agent = add_agent(fleet)
+    agent.cold = {"one": ENGINE, "two": ENGINE}
+    agent.memory = 1
+    for model in agent.cold:
+        fleet.write(f"placements/{model}", f'{{"model":"{model}","replicas":1}}'.encode())
+    fleet.register(agent)
+    # The second one is refused; else the first one leaves for it, and is loaded again.
+    fleet.wait(lambda state: len(agent.loads) >= 2 and (agent.unloads or "load-failed" in kinds(fleet)))
+    seen = agent.polls
+    fleet.wait(lambda state: agent.polls >= seen + 40)
+    assert agent.loads[:2] == ["one", "two"] and agent.unloads == [] and list(agent.engines) == ["one"]
+    assert fleet.close() == 0, "".join(fleet.lines)
+
+
+def test_an_idle_model_leaves_for_a_placed_one_and_a_placed_one_for_none(tmp_path: Path) -> None:
+    """Of an agent that has as many models as it may have."""
+    fleet = Fleet(tmp_path / "fleet")
+    agent = add_agent(fleet, "idle")
+    agent.cold = {"cold": ENGINE, "colder": ENGINE}
+    agent.max_models = 1
+    fleet.write("placements/cold", b'{"model":"cold","replicas":1}')
+    fleet.register(agent)
+    fleet.wait(lambda state: loaded(state) == [["cold"]] or agent.polls >= 200)
+    assert agent.unloads == ["idle"] and list(agent.engines) == ["cold"]
+    place(fleet, "colder")
+    seen = agent.polls
+    fleet.wait(lambda state: agent.polls >= seen + 40)
+    assert agent.unloads == ["idle"] and list(agent.engines) == ["cold"]
+    assert fleet.close() == 0, "".join(fleet.lines)

@@ -46,11 +46,11 @@ def test_no_model_with_requests_is_chosen_to_leave() -> None:
             if sent:
                 routing.begin(Route("a", "http://a", None, 0.0, 0, 0, ""), request(model=name))
         busy = {name for name, state in zip(names, states) if any(state)}
-        leaving = routing.idle_model("a", ())
+        leaving = routing.eviction.idle_model("a", ())
         assert leaving not in busy and bool(leaving) == (len(busy) < 2)
         clock = Clock()
         idle = IdleModels(clock, routing.under_way)
         idle.observe([seen])
         clock.now += 100
         idle.observe([seen])
-        assert not busy & {one.model for one in idle.due([seen], 50, ())}
+        assert not busy & {one.model for one in idle.due([seen], 50, lambda agent_id: ())}
