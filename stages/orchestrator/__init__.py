@@ -37,6 +37,7 @@ opening.py      exchanges that end when their agent is lost
 releases.py     tells engines that no one reads a request
 catalog_reader.py  what is published
 cold_loads.py   loads for requests and placements, one of a model at each agent
+leader.py       what the elected orchestrator does
 placement.py    the loads that placements need, and the copies that stay
 idle_models.py  models that have had no requests for a while
 model_changes.py  loads and unloads on agents

@@ -35,12 +35,12 @@ from pipeline.blobs.interface import BlobStore
 from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.coordination.address import open_store
-from pipeline.coordination.election import Election, Term
+from pipeline.coordination.election import Election
 from pipeline.coordination.interface import CoordinationStore
 from pipeline.errors import ConfigError, ModelUnavailable
 from pipeline.fleet import token
 from pipeline.fleet.bodies import HeartbeatRequest, HeartbeatResponse
-from pipeline.fleet.peer_tls import open_tls
+from pipeline.fleet.peer_tls import boot_clock, open_tls
 from pipeline.fleet.records import AgentRecord
 from pipeline.observe import logs
 from pipeline.observe.metrics import Metrics
@@ -58,15 +58,13 @@ from stages.orchestrator.forward import Bounds
 from stages.orchestrator.front import Front
 from stages.orchestrator.http_app import handle_text, make_app
 from stages.orchestrator.http_client import Factory, HttpClient
-from stages.orchestrator.idle_models import IdleModels
 from stages.orchestrator.keep_running import keep_running
 from stages.orchestrator.key_claims import KeyClaims
+from stages.orchestrator.leader import Leader
 from stages.orchestrator.leaving_agents import LeavingAgents
-from stages.orchestrator.memory_pressure import MemoryPressure
 from stages.orchestrator.model_changes import AgentCalls, ModelChanges
 from stages.orchestrator.page_transfers import PageTransfers
 from stages.orchestrator.pages import Pages
-from stages.orchestrator.placement import missing_loads, stalled_loads
 from stages.orchestrator.policies import order_of
 from stages.orchestrator.prefix_moves import PrefixMoves
 from stages.orchestrator.quotas.publisher import QuotaPublisher
@@ -77,7 +75,7 @@ from stages.orchestrator.relay import Relay
 from stages.orchestrator.responses.works import ResponseWorks
 from stages.orchestrator.router import Published, ScoreRouter
 from stages.orchestrator.score import Weights
-from stages.orchestrator.session_moves import SessionMoves, keeps_models
+from stages.orchestrator.session_moves import SessionMoves
 from stages.orchestrator.session_pages import SessionPages
 from stages.orchestrator.signed_urls import UrlSigner
 from stages.orchestrator.store_follower import LEADER_KEY, StoreFollower
@@ -88,8 +86,6 @@ log = logging.getLogger("starling.orchestrator")
 BACKLOG = 1024
 HEARTBEAT_S = 2.0  # for an agent to answer a poll
 LEADER_S = 5.0  # lease of the leader
-PLACE_S = 1.0  # between two looks at the placements
-IDLE_REASON = "it had no requests for fleet.orchestrator.unload_idle_ms"
 SHUTDOWN_S = 1.0  # for handlers to end after the drain
 
 
@@ -131,8 +127,6 @@ class OrchestratorStage:
             order=order_of(bounds.routing),
             names=self._published.keys,
         )
-        self.idle = IdleModels(time.monotonic, self.router.under_way)
-        self.pressure = MemoryPressure(self.idle)
         self._calls = AgentCalls(self.client, self._token, is_tls=self._tls is not None)
         self.signer = UrlSigner(self._blobs, bounds.url_valid_s, self._start_poll, time.monotonic)
         self._catalog = CatalogReader(self._blobs, self._published, self.signer, self.router, time.monotonic)
@@ -221,7 +215,6 @@ class OrchestratorStage:
         self.fleet = self.follower.fleet = FleetApi(
             self.identity, self.registry, self.router, self.relay, self.cold, self.follower.write, self.events
         )
-        self.router.eviction.placements = self.fleet.wanted
         self.fleet.in_flight, self.fleet.max_in_flight = lambda: self.front.in_flight, bounds.max_concurrent_requests
         self.fleet.published = self._published
         self.fleet.learn = self._catalog.learn
@@ -232,7 +225,20 @@ class OrchestratorStage:
         self.port = 0
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._health: dict[str, str] = {}
-        self._placing: dict[str, asyncio.Task[None]] = {}
+        self.leader = Leader(
+            # A term ends while the process or its machine is suspended.
+            Election(self._store, LEADER_KEY, self.identity.encode(), LEADER_S, clock=boot_clock),
+            self.identity,
+            self.fleet,
+            self.router,
+            self.changes,
+            self.signer.has_told,
+            self.events,
+            bounds.unload_idle_ms / 1000,
+            time.monotonic,
+        )
+        self.leader.rounds = self._sweep, self.session_moves.begin_round, self.prefix_moves.begin_round
+        self.router.eviction.placements = self.fleet.wanted
         self._stopping = asyncio.Event()
         self._texts: TextServer | None = None
 
@@ -271,7 +277,7 @@ class OrchestratorStage:
             await self._drain()
             return 0
         finally:
-            for task in (*tasks, *self._polls.values(), *self._placing.values()):
+            for task in (*tasks, *self._polls.values()):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._catalog.close()
@@ -424,62 +430,11 @@ class OrchestratorStage:
     # ---------------------------------------------------------------- leading
 
     async def _lead(self) -> None:
-        """Carry out placements while this orchestrator leads."""
-        await (
-            self._catalog.until_known()
-        )  # agents without credentials refuse to load a model without its entry and URLs
-        election = Election(self._store, LEADER_KEY, self.identity.encode(), LEADER_S)
-        while True:
-            try:
-                term = await election.campaign()
-            except ConfigError as error:
-                log.error("no leader can be elected", extra={"reason": error.message})
-                await asyncio.sleep(PLACE_S)
-                continue
-            self.events.add("leader", text=self.identity)
-            holding = asyncio.get_running_loop().create_task(election.hold(term))
-            try:
-                await self._place_while(term)
-            finally:
-                self.fleet.is_leader = False
-                holding.cancel()
-                await asyncio.gather(holding, return_exceptions=True)
+        # Agents without credentials refuse to load a model without its entry and URLs.
+        await self.leader.lead(self._catalog.until_known)
 
-    async def _place_while(self, term: Term) -> None:
-        while term.is_valid:
-            self.fleet.is_leader = True
-            wanted = self.fleet.wanted() if self.fleet.is_store_up else []
-            due_loads = missing_loads(wanted, self.router.table, self.router.is_host, self.router.room_for)
-            due_loads += stalled_loads(wanted, self.router.table, self.signer.has_told)
-            for load in due_loads:
-                self._start_placing(load.agent_id, partial(self.changes.place, load.agent_id, load.model))
-            self.responses.sweep_if_due(is_store_up=self.fleet.is_store_up)
-            self.session_moves.begin_round()
-            self.prefix_moves.begin_round()
-            self.idle.observe(self.router.table)
-            if self.fleet.is_store_up:
-                self._unload_idle()
-            await asyncio.sleep(PLACE_S)
-
-    def _unload_idle(self) -> None:
-        """Unload models that have had no requests for a while, or whose agent is short of memory."""
-        table, unload = [view for view in self.router.table if not keeps_models(view)], self.changes.unload_idle
-        stays = self.router.eviction.stays
-        for agent_id, model in self.pressure.due(table, stays):
-            self._start_placing(agent_id, partial(unload, agent_id, model, "its agent is short of memory"))
-        if idle_ms := self.config.fleet.orchestrator.unload_idle_ms:
-            for agent_id, model in self.idle.due(table, idle_ms / 1000, stays):
-                self._start_placing(agent_id, partial(unload, agent_id, model, IDLE_REASON))
-
-    def _start_placing(self, agent_id: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Change what is loaded on an agent, one change at a time."""
-        if agent_id not in self._placing:
-            task = asyncio.get_running_loop().create_task(work())
-            self._placing[agent_id] = task
-            task.add_done_callback(partial(self._placed, agent_id))
-
-    def _placed(self, agent_id: str, done: asyncio.Task[None]) -> None:
-        self._placing.pop(agent_id, None)
+    def _sweep(self) -> None:
+        self.responses.sweep_if_due(is_store_up=self.fleet.is_store_up)
 
 
 def main(config: Config, on_listening: Callable[[int], Any] = lambda port: None, pages: Pages | None = None) -> int:
