@@ -232,7 +232,12 @@ FAMILIES: dict[str, Family] = {
             ("outcome",),
         ),
         Family("starling_fleet_cold_waiting", "gauge", "Requests that wait for a model that is loading."),
-        Family("starling_fleet_loads_total", "counter", "Models loaded for requests that waited.", ("outcome",)),
+        Family(
+            "starling_fleet_loads_total",
+            "counter",
+            "Models loaded for requests that waited, and for placements.",
+            ("outcome",),
+        ),
         Family("starling_fleet_estimates_total", "counter", "Requests whose time to the first token was estimated."),
         Family(
             "starling_fleet_estimate_error_seconds_total",

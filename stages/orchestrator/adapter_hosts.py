@@ -68,14 +68,13 @@ def of_published(
 def nearest(
     candidates: list[AgentScore], model: str, hosts: Collection[str], begun: Collection[str]
 ) -> list[AgentScore]:
-    """Of the agents that may load a model those that have begun; of an adapter those that have its model; or all.
+    """Of the agents that may load a model those that have begun, for any orchestrator; of an adapter those that have
+    its model; or all. An engine that starts again counts as begun.
 
-    An engine that starts again counts as begun.  So adapters of one model that are asked for at the same time do not
-    start it on several agents.  `hosts`: agents that have the model, or are getting it; `begun`: those that get it for
-    a request.
+    So a model that is asked for at several orchestrators, and adapters of one model that are asked for at the same
+    time, do not start it on several agents.  `hosts`: agents that have the model, or are getting it; `begun`: those
+    that get it for this orchestrator.
     """
-    loading = [one for one in candidates if one.agent_id in begun]
-    if ":" not in model:
-        return loading or [one for one in candidates if one.state in HELD_STATES] or candidates
     held = [one for one in candidates if one.agent_id in hosts]
+    loading = [one for one in candidates if one.agent_id in begun]
     return [one for one in held if one.state in HELD_STATES] or held or loading or candidates

@@ -1,9 +1,11 @@
-"""Loads of models that no agent has ready: one for each model at a time, however many requests wait for it.
+"""Loads of models that no agent has ready, for requests and placements: one of a model at each agent at a time.
 
-    wait    join the load of a model, or start it; returns when it has ended
+    wait    join the load of a model, wherever it is, or start it; returns when it has ended
+    place   join the load of a model at this agent, or start it
     bound   `max_waiting` requests in all and half of them for one model, and a part of both for one of several
             tenants; more get 429 with an estimate, but for those whose engine has died
-    failed  which agents have just failed to load a model: none of them is asked for a further copy (further_copies.py)
+    failed  which agents have just failed to load a model: none of them is asked for a further copy (further_copies.py),
+            or for a placement
 
 The load itself is injected.  Without sockets.
 """
@@ -18,19 +20,24 @@ from collections.abc import Awaitable, Callable
 from pipeline.api.adapter_names import base_of
 from pipeline.errors import Overloaded, StarlingError
 
-FAILED_S = 30.0  # after a failure, until the agent may load a further copy of the model
+FAILED_S = 30.0  # after a failure, until the agent may load a further copy of the model, or a placed one
 
 
 class ColdLoad:
     """A load under way."""
 
-    def __init__(self, model: str, agent_id: str, begun: float, predicted_s: float) -> None:
+    def __init__(
+        self, model: str, agent_id: str, begun: float, predicted_s: float, is_wanted: Callable[[], bool]
+    ) -> None:
+        """`is_wanted`: false: it is for a placement, of a leader whose term has ended."""
         self.model = model
         self.agent_id = agent_id
         self.begun = begun
         self.predicted_s = predicted_s
         self.n_waiting = 0
         self.of_tenant: Counter[str] = Counter()  # of them
+        self.n_placing = 0  # placements that wait for it, too
+        self.is_wanted: Callable[[], bool] = is_wanted
         self.task: asyncio.Task[None] | None = None
 
 
@@ -45,15 +52,15 @@ class ColdLoads:
         self._load = load
         self.max_waiting = max_waiting
         self._clock = clock
-        self._loads: dict[str, ColdLoad] = {}
-        self._failed: dict[tuple[str, str], float] = {}  # s of the clock, by model and agent
+        self._loads: dict[tuple[str, str], ColdLoad] = {}  # by model and agent
+        self._failed: dict[tuple[str, str], float] = {}  # until when that counts, s of the clock; likewise
         self.n_waiting = 0
         self._of_tenant: Counter[str] = Counter()  # of them
         self.started = self.done = self.failed = 0  # counts, for metrics
 
     def find(self, model: str) -> ColdLoad | None:
-        """The load of a model, if one is under way."""
-        return self._loads.get(model)
+        """A load of the model, if one is under way."""
+        return next((one for one in self._loads.values() if one.model == model), None)
 
     @property
     def under_way(self) -> list[ColdLoad]:
@@ -66,12 +73,17 @@ class ColdLoads:
 
     def failed_at(self, model: str) -> set[str]:
         """The agents that have just failed to load a model."""
-        since = self._clock() - FAILED_S
-        return {agent_id for (name, agent_id), at in self._failed.items() if name == model and at > since}
+        now = self._clock()
+        return {agent_id for (name, agent_id), until in self._failed.items() if name == model and until > now}
 
     def models_at(self, agent_id: str) -> set[str]:
         """What an agent loads: models, and adapters as MODEL:ADAPTER."""
         return {one.model for one in self._loads.values() if one.agent_id == agent_id}
+
+    def is_wanted(self, model: str, agent_id: str) -> bool:
+        """Whether a load that is under way is to go on: for requests, or the leader that places the model."""
+        load = self._loads.get((model, agent_id))
+        return load is None or load.is_wanted()
 
     async def wait(
         self,
@@ -94,7 +106,7 @@ class ColdLoads:
         A waiter that is cancelled leaves the load to the others; without any it goes on as well: the next request for
         the model will find it.
         """
-        load = self._loads.get(model)
+        load = self._loads.get((model, agent_id)) or self.find(model)
         if not is_admitted and (reached := self._reached(load, tenant)):
             waited = self._clock() - load.begun if load is not None else 0.0
             left_s = max(1.0, (load.predicted_s if load is not None else 0.0) - waited)
@@ -103,9 +115,8 @@ class ColdLoads:
                 retry_after_s=left_s,
             )
         if load is None:
-            load = self._loads[model] = ColdLoad(model, agent_id, self._clock(), predicted_s)
-            self.started += 1
-            load.task = asyncio.get_running_loop().create_task(self._run(load, evict))
+            load = self._begin(model, agent_id, evict, predicted_s, _always)
+        load.is_wanted = _always
         self._count(load, tenant, 1)
         on_join(load.agent_id)
         try:
@@ -114,6 +125,33 @@ class ColdLoads:
             return load.agent_id
         finally:
             self._count(load, tenant, -1)
+
+    async def place(self, model: str, agent_id: str, is_leading: Callable[[], bool]) -> None:
+        """Load a placed model on this agent, or wait for its load there. Raises `StarlingError`.
+
+        A load that is begun here ends with the leader's term, unless a request has joined it meanwhile.
+        """
+        load = self._loads.get((model, agent_id)) or self._begin(model, agent_id, "", 0.0, is_leading)
+        load.n_placing += 1
+        assert load.task is not None
+        try:
+            await asyncio.shield(load.task)
+        except asyncio.CancelledError:
+            if not load.is_wanted():
+                self._forget(load)  # the next request begins another one
+                load.task.cancel()
+                await asyncio.gather(load.task, return_exceptions=True)
+            raise
+        finally:
+            load.n_placing -= 1
+
+    def _begin(
+        self, model: str, agent_id: str, evict: str | None, predicted_s: float, is_wanted: Callable[[], bool]
+    ) -> ColdLoad:
+        load = self._loads[model, agent_id] = ColdLoad(model, agent_id, self._clock(), predicted_s, is_wanted)
+        self.started += 1
+        load.task = asyncio.get_running_loop().create_task(self._run(load, evict))
+        return load
 
     def _reached(self, load: ColdLoad | None, tenant: str) -> str:
         """The bound that lets no more requests of a tenant wait for a load, or for a new one; "": none does."""
@@ -147,15 +185,26 @@ class ColdLoads:
     async def _run(self, load: ColdLoad, evict: str | None) -> None:
         try:
             await self._load(load.agent_id, load.model, evict)
-        except BaseException as error:
+        except asyncio.CancelledError:
+            raise  # which is no failure of the agent
+        except Exception as error:
             self.failed += 1
             now = self._clock()
-            self._failed = {key: at for key, at in self._failed.items() if at > now - FAILED_S}
-            self._failed[load.model, load.agent_id] = now
-            if isinstance(error, StarlingError) and not load.n_waiting:
-                return  # no request is there to report it to
+            self._failed = {key: until for key, until in self._failed.items() if until > now}
+            if load.is_wanted():  # else it was given up here
+                self._failed[load.model, load.agent_id] = now + FAILED_S
+            if isinstance(error, StarlingError) and not load.n_waiting and not load.n_placing:
+                return  # neither a request nor a placement is there to report it to
             raise
         else:
             self.done += 1
         finally:
-            del self._loads[load.model]
+            self._forget(load)
+
+    def _forget(self, load: ColdLoad) -> None:
+        if self._loads.get((load.model, load.agent_id)) is load:
+            del self._loads[load.model, load.agent_id]
+
+
+def _always() -> bool:
+    return True

@@ -4,8 +4,9 @@
     look       once a second: loads that placements need, models that leave, the rounds
     end        of the term: its changes of agents are cancelled before another orchestrator can lead
 
-Calls to agents carry no fence.  So nothing is begun once the term has ended by a clock that counts suspension; a
-process that is stopped in the midst of a call may still have sent it.  Without sockets.
+Calls to agents carry no fence.  So nothing is begun, and no further call of a load is made, once the term has ended by
+a clock that counts suspension; a process that is stopped in the midst of a call may still have sent it.  Without
+sockets.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from pipeline.coordination.election import Election
-from pipeline.errors import ConfigError
+from pipeline.coordination.election import Election, Term
+from pipeline.errors import ConfigError, StarlingError
+from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.fleet_api import EventLog, FleetApi
 from stages.orchestrator.idle_models import IdleModels
 from stages.orchestrator.memory_pressure import MemoryPressure
 from stages.orchestrator.model_changes import ModelChanges
-from stages.orchestrator.placement import copies, missing_loads, stalled_loads
+from stages.orchestrator.placement import Load, copies, missing_loads, stalled_loads
 from stages.orchestrator.router import ScoreRouter
 from stages.orchestrator.session_moves import keeps_models
 
@@ -41,6 +43,7 @@ class Leader:
         identity: str,
         fleet: FleetApi,
         router: ScoreRouter,
+        cold: ColdLoads,
         changes: ModelChanges,
         has_told: Callable[[str, str], bool],
         events: EventLog,
@@ -53,6 +56,7 @@ class Leader:
         self._identity = identity
         self._fleet = fleet
         self._router = router
+        self._cold = cold
         self._changes = changes
         self._has_told = has_told
         self._events = events
@@ -77,7 +81,7 @@ class Leader:
             try:
                 while term.is_valid:
                     self._fleet.is_leader = True
-                    self._look()
+                    self._look(term)
                     await asyncio.wait({holding}, timeout=LOOK_S)
             finally:
                 self._fleet.is_leader = False
@@ -86,36 +90,47 @@ class Leader:
                 holding.cancel()
                 await asyncio.gather(holding, return_exceptions=True)
 
-    def _look(self) -> None:
+    def _look(self, term: Term) -> None:
         is_up = self._fleet.is_store_up
         if is_up:
-            self._place()
+            self._place(term)
         for begin_round in self.rounds:
             begin_round()
         self._idle.observe(self._router.table)
         if is_up:
             self._unload()
 
-    def _place(self) -> None:
+    def _place(self, term: Term) -> None:
         """Begin the loads that placements need."""
-        wanted, table, router = self._fleet.wanted(), self._router.table, self._router
-        due = missing_loads(wanted, table, router.is_host, router.room_for)
+        wanted, table, router, cold = self._fleet.wanted(), self._router.table, self._router, self._cold
+        due = missing_loads(wanted, table, router.is_host, router.room_for, cold.agents_of, cold.failed_at)
         self._note_unmet(wanted, {load.model for load in due})
-        for load in [*due, *stalled_loads(wanted, table, self._has_told)]:
-            self._start(load.agent_id, partial(self._changes.place, load.agent_id, load.model))
+        stalled = stalled_loads(wanted, table, self._has_told)
+        for load in [*due, *(one for one in stalled if one.agent_id not in cold.failed_at(one.model))]:
+            self._start(load.agent_id, partial(self._load, load, term))
 
     def _note_unmet(self, wanted: list[tuple[str, int]], due: set[str]) -> None:
         """Report placements that cannot be carried out, once each."""
-        table = self._router.table
+        table, loading = self._router.table, self._cold.agents_of
+        # Where a load has just failed, its event says why.
         unmet = {
             model: f"{n_copies} of {replicas} replicas: no other agent has room, also without its idle models that are "
             "not placed"
             for model, replicas in wanted
-            if model not in due and (n_copies := len(copies(model, table))) < replicas
+            if model not in due
+            and (n_copies := len(copies(model, table, loading))) < replicas
+            and not self._cold.failed_at(model)
         }
         for model in unmet.keys() - self._unmet:
             self._events.add("placement-unmet", model=model, text=unmet[model])
         self._unmet = set(unmet)
+
+    async def _load(self, load: Load, term: Term) -> None:
+        try:
+            await self._cold.place(load.model, load.agent_id, lambda: term.is_valid)
+        except StarlingError as error:
+            extra = {"model": load.model, "agent": load.agent_id, "reason": error.message}
+            log.warning("a model was not placed", extra=extra)
 
     def _unload(self) -> None:
         """Unload models that have had no requests for a while, or whose agent is short of memory."""

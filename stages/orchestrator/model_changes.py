@@ -27,9 +27,8 @@ from stages.orchestrator.upstream import Client, Unreachable, read_whole
 log = logging.getLogger("starling.orchestrator")
 
 LOAD_MARGIN_S = 10.0  # beyond fleet.orchestrator.load_timeout_ms, for the agent's own error to arrive
-RETRY_S = 0.5  # after a conflict, for the next attempt of a placement
+RETRY_S = 0.5  # for an engine that has ended, or an adapter that may leave
 MOST_WAITS = 20  # of RETRY_S, for an adapter that may leave: others are loading, or have requests
-REFUSED_S = 30.0  # after another error
 LEAST_START_S = 0.01  # of an engine, besides reading its model: disks may be faster than a score expects
 CHECKS = 3  # polls of an agent that has loaded a model: on a busy host an answer may be late
 ADAPTERS = "adapters"  # param of an agent's refusal that ends when another adapter of the model leaves
@@ -100,6 +99,8 @@ class ModelChanges:
         self._clock = clock
         self._signer = signer
         self._sleep = sleep
+        # Whether a load, of a model at an agent, is to go on.
+        self.is_wanted: Callable[[str, str], bool] = lambda model, agent_id: True
 
     async def load(self, agent_id: str, model: str, evict: str | None = "") -> None:
         """Load a model on an agent, after another one has left. Raises `StarlingError`.
@@ -131,12 +132,14 @@ class ModelChanges:
         besides, left, waits, may_evict = {model, base}, set[str](), 0, evict is not None
         try:
             while True:
+                self._check_wanted(agent_id, model)
                 if evict:
                     left.add(evict)
                     if await self._leaves(record, evict, model, may_wait=waits < MOST_WAITS):
                         besides.add(evict)
                     else:
                         waits += 1
+                    self._check_wanted(agent_id, model)
                 if not waits:
                     text = "" if may_evict else "the agents that have it are full"
                     self._events.add("load", agent=agent_id, model=model, text=text)
@@ -172,6 +175,11 @@ class ModelChanges:
             if await self._check_agent(agent_id):
                 break
         self._note_start(agent_id, base, files)
+
+    def _check_wanted(self, agent_id: str, model: str) -> None:
+        """Raise `Conflict` if the load is for a placement and this process leads no more: another one may place it."""
+        if not self.is_wanted(model, agent_id):
+            raise Conflict(f"{model} is not placed on agent {agent_id} any more: this orchestrator does not lead now")
 
     def _files_of(self, agent_id: str, model: str) -> Residence | None:
         """Where the files of a model are, seen from an agent that has no engine for it; None if it has one."""
@@ -224,14 +232,6 @@ class ModelChanges:
         """Whether an adapter for which there is no room may wait: others are loading, or have requests."""
         is_full = error.code == ResourceError.CODE and error.param == ADAPTERS
         return is_full and self._router.eviction.may_adapter_leave(agent_id, model)
-
-    async def place(self, agent_id: str, model: str) -> None:
-        """Load a model that is to be placed. After an error it waits: the next attempt comes later."""
-        try:
-            await self.load(agent_id, model)
-        except StarlingError as error:
-            log.warning("a model was not placed", extra={"model": model, "agent": agent_id, "reason": error.message})
-            await self._sleep(RETRY_S if isinstance(error, Conflict) else REFUSED_S)
 
     async def unload_idle(self, agent_id: str, model: str, why: str) -> None:
         """Unload a model that has no requests. `why`: for the event."""

@@ -14,6 +14,8 @@ from stages.orchestrator.score import loaded
 
 HELD = ("READY", "DOWNLOADING", "LOADING_TO_GPU")  # states of models that take an engine
 
+Agents = Callable[[str], Collection[str]]  # ids, by model
+
 
 class Load(NamedTuple):
     """A model that an agent should load."""
@@ -30,9 +32,18 @@ def _room_for(view: NodeView, model: str) -> str | None:
     return "" if not view.details.max_models or _load(view)[0] < view.details.max_models else None
 
 
-def copies(model: str, table: Iterable[NodeView]) -> list[NodeView]:
-    """The agents whose copies of the model count for a placement."""
-    return [view for view in table if view.may_start and view.health == "READY" and _state(view, model) in HELD]
+def _none(model: str) -> Collection[str]:
+    return ()
+
+
+def copies(model: str, table: Iterable[NodeView], loading: Agents = _none) -> list[NodeView]:
+    """The agents whose copies of the model count for a placement. `loading`: those that load it for this process."""
+    begun = loading(model)
+    return [
+        view
+        for view in table
+        if view.may_start and view.health == "READY" and (_state(view, model) in HELD or view.agent_id in begun)
+    ]
 
 
 def copies_that_stay(wanted: Iterable[tuple[str, int]], table: Collection[NodeView]) -> dict[str, set[str]]:
@@ -62,21 +73,24 @@ def missing_loads(
     table: list[NodeView],
     is_host: Callable[[NodeView, str], bool] = _is_host,
     room_for: Callable[[NodeView, str], str | None] = _room_for,
+    loading: Agents = _none,
+    failed: Agents = _none,
 ) -> list[Load]:
     """The loads that bring each (model, replicas) to its number, at most one for each agent.
 
     An agent that has the files comes first, then one with more room; then one that another model must leave.  An agent
-    whose engine for the model has failed is the last choice.
+    whose engine for the model has failed is the last choice, and one that has just failed to load it is none.
     `is_host`: whether an agent has the model of an adapter in the right version.  `room_for`: the model that leaves an
-    agent for another one; "": none must, None: none may.
+    agent for another one; "": none must, None: none may.  `loading`, `failed`: agents that load a model now, or have
+    just failed to.
     """
     busy: set[str] = set()
     loads = []
     for model, replicas in wanted:
-        n_copies = len(copies(model, table))
+        n_copies = len(copies(model, table, loading))
         if n_copies >= replicas:
             continue
-        base = base_of(model)
+        base, others = base_of(model), {*loading(model), *failed(model)}
         # An adapter needs no place of its own where its model is.
         hosts = [view.agent_id for view in table if base != model and is_host(view, model)]
         leaving = {view.agent_id: "" if view.agent_id in hosts else room_for(view, model) for view in table}
@@ -84,6 +98,7 @@ def missing_loads(
             view
             for view in table
             if _state(view, model) not in HELD
+            and view.agent_id not in others
             and view.may_start
             and view.health == "READY"
             and not view.details.files_silent_s

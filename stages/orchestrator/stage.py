@@ -19,7 +19,7 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -144,7 +144,7 @@ class OrchestratorStage:
         )
         self.cold = ColdLoads(self.changes.load, bounds.max_waiting, time.monotonic)
         self.router.loading_at, self.router.failed_at = self.cold.agents_of, self.cold.failed_at
-        self.router.eviction.loads_at = self.cold.models_at
+        self.router.eviction.loads_at, self.changes.is_wanted = self.cold.models_at, self.cold.is_wanted
         self._changed = asyncio.Event()
         self.pages = PageTransfers(
             self._calls, self.registry, self.router.rates, self.router.decisions, self.events.add, time.monotonic
@@ -231,6 +231,7 @@ class OrchestratorStage:
             self.identity,
             self.fleet,
             self.router,
+            self.cold,
             self.changes,
             self.signer.has_told,
             self.events,

@@ -159,6 +159,54 @@ async def test_a_waiter_that_leaves_ends_no_load() -> None:
     await loader.cold.close()
 
 
+async def test_a_placement_and_requests_share_the_load_at_an_agent() -> None:
+    loader = Loader()
+    placing = asyncio.ensure_future(loader.cold.place("m", "a", lambda: True))
+    await loader.begun("m")
+    waiters = [loader.wait("m", "b"), asyncio.ensure_future(loader.cold.place("m", "a", lambda: True))]
+    while not loader.cold.n_waiting:
+        await asyncio.sleep(0)
+    assert (
+        loader.calls == [("a", "m", "")] and loader.cold.models_at("a") == {"m"} and loader.cold.models_at("b") == set()
+    )
+    assert loader.cold.agents_of("m") == {"a"}
+    # A second replica is loaded beside it.
+    first = loader.ends.pop("m")
+    other = asyncio.ensure_future(loader.cold.place("m", "b", lambda: True))
+    await loader.begun("m")
+    assert loader.calls[1:] == [("b", "m", "")]
+    first.set_result(None)
+    loader.ends["m"].set_exception(ModelUnavailable("no room"))
+    assert await asyncio.gather(placing, *waiters) == [None, "a", None]
+    with pytest.raises(ModelUnavailable, match="no room"):
+        await other
+    assert loader.cold.failed_at("m") == {"b"} and not loader.cold.under_way
+
+
+async def test_a_load_for_a_placement_ends_with_the_wish_unless_a_request_has_joined_it() -> None:
+    loader, is_leading = Loader(), [True]
+    placing = asyncio.ensure_future(loader.cold.place("m", "a", lambda: is_leading[0]))
+    await loader.begun("m")
+    assert loader.cold.is_wanted("m", "a")
+    is_leading[0] = False
+    assert not loader.cold.is_wanted("m", "a")
+    placing.cancel()
+    await asyncio.gather(placing, return_exceptions=True)
+    assert loader.ends.pop("m").cancelled() and not loader.cold.under_way and not loader.cold.failed_at("m")
+    is_leading[0] = True
+    placing = asyncio.ensure_future(loader.cold.place("m", "a", lambda: is_leading[0]))
+    await loader.begun("m")
+    waiter = loader.wait("m", "a")
+    while not loader.cold.n_waiting:
+        await asyncio.sleep(0)
+    is_leading[0] = False
+    placing.cancel()
+    await asyncio.gather(placing, return_exceptions=True)
+    assert loader.cold.is_wanted("m", "a")
+    loader.ends["m"].set_result(None)
+    assert await waiter == "a"
+
+
 async def test_a_load_that_fails_at_another_agent_is_no_failure_of_the_one_that_was_chosen() -> None:
     """The agent that loads the model is lost; a request that comes then joins its load until that ends."""
 

@@ -8,7 +8,7 @@ from pipeline.errors import ModelUnavailable
 from pipeline.fleet.bodies import LoadedAdapter
 from stages.orchestrator.idle_models import IdleModels, Loaded
 from stages.orchestrator.interfaces import NodeView
-from stages.orchestrator.placement import copies_that_stay, missing_loads
+from stages.orchestrator.placement import Load, copies_that_stay, missing_loads
 from stages.orchestrator.router import Published, ScoreRouter
 from tests.orchestrator.agents import DIGEST, MODEL, engine, request, router, view
 
@@ -107,3 +107,19 @@ def test_an_idle_model_leaves_for_a_placed_one_where_no_agent_has_room() -> None
         assert [load.agent_id for load in loads] == found
     made = placed(full, other=1)
     assert missing_loads([("other", 1), (MODEL, 1)], made.table, made.is_host, made.room_for) == []
+
+
+def test_an_agent_that_has_just_refused_a_model_is_not_asked_for_it() -> None:
+    table = [view("a"), view("b", engine())]
+    refused = {"other": {"a"}}
+    loads = missing_loads([("other", 1)], table, failed=lambda model: refused.get(model, ()))
+    assert loads == [Load("other", "b")]
+    # It is free for other models.
+    loads = missing_loads([("other", 1), ("third", 1)], table[:1], failed=lambda model: refused.get(model, ()))
+    assert loads == [Load("third", "a")]
+
+
+def test_a_load_that_no_agent_reports_yet_counts() -> None:
+    table = [view("a"), view("b")]
+    assert missing_loads([(MODEL, 1)], table, loading=lambda model: {"b"}) == []
+    assert missing_loads([(MODEL, 2)], table, loading=lambda model: {"b"}) == [Load(MODEL, "a")]

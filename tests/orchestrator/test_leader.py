@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipeline.coordination.election import Term
+from pipeline.errors import ModelUnavailable
+from stages.orchestrator.cold_loads import FAILED_S, ColdLoads
 from stages.orchestrator.fleet_api import EventLog
 from stages.orchestrator.interfaces import NodeView
 from stages.orchestrator.leader import Leader
@@ -61,6 +63,7 @@ class Bench:
         self.events = EventLog(lambda: 0.0)
         self.loads: list[tuple[str, str]] = []
         self.ends: dict[str, asyncio.Future[None]] = {}
+        self.cold = ColdLoads(self._load, 100, lambda: self.now)
         self.router = router(*views)
         self.wanted = replicas
         self.router.eviction.placements = self.wanted.items
@@ -71,7 +74,8 @@ class Bench:
             "one",
             fleet,  # type: ignore[arg-type]
             self.router,
-            SimpleNamespace(unload_idle=unused, place=self._place),  # type: ignore[arg-type]
+            self.cold,
+            SimpleNamespace(unload_idle=unused),  # type: ignore[arg-type]
             lambda agent_id, model: True,
             self.events,
             0.0,
@@ -83,7 +87,7 @@ class Bench:
     async def _ready(self) -> None:
         return
 
-    async def _place(self, agent_id: str, model: str) -> None:
+    async def _load(self, agent_id: str, model: str, evict: str | None) -> None:
         self.loads.append((agent_id, model))
         self.ends[agent_id] = asyncio.get_running_loop().create_future()
         try:
@@ -105,6 +109,7 @@ class Bench:
     async def close(self) -> None:
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
+        await self.cold.close()
 
 
 async def test_a_load_for_a_placement_ends_with_the_term() -> None:
@@ -114,6 +119,60 @@ async def test_a_load_for_a_placement_ends_with_the_term() -> None:
     bench.elections.ends.set()  # the store has given the lead to another one
     await until(lambda: bench.log.count("campaign") == 2)
     assert bench.log == ["campaign", "resigned", "cancelled", "campaign"]
+    assert not bench.cold.under_way and not bench.cold.failed_at(MODEL)
+    await bench.close()
+
+
+async def test_a_load_goes_on_after_the_term_if_a_request_waits_for_it() -> None:
+    bench = Bench(view("a"), demo=1)
+    await until(lambda: bench.loads)
+    waiter = asyncio.ensure_future(bench.cold.wait(MODEL, "b"))
+    await until(lambda: bench.cold.n_waiting)
+    bench.elections.ends.set()
+    await until(lambda: bench.log.count("campaign") == 2)
+    bench.ends["a"].set_result(None)
+    assert await waiter == "a" and "cancelled" not in bench.log
+    await bench.close()
+
+
+async def test_a_load_is_not_wanted_once_the_term_is_over_by_the_clock() -> None:
+    """Before the leader has noticed: its process was stopped."""
+    bench = Bench(view("a"), demo=1)
+    await until(lambda: bench.loads)
+    assert bench.cold.is_wanted(MODEL, "a")
+    bench.elections.now = 1000.0
+    assert not bench.cold.is_wanted(MODEL, "a") and bench.cold.is_wanted("other", "a")
+    await bench.close()
+
+
+async def test_an_agent_that_has_refused_a_model_is_free_for_others_and_is_asked_again_later() -> None:
+    bench = Bench(view("a"), demo=1, other=1)
+    await until(lambda: bench.loads)
+    bench.ends["a"].set_exception(ModelUnavailable("it is too large"))
+    await until(lambda: not bench.cold.under_way)
+    await bench.look()
+    await until(lambda: len(bench.loads) == 2)
+    assert bench.loads == [("a", MODEL), ("a", "other")]
+    bench.router.update_routing_table([view("a", engine("other"))])
+    bench.ends["a"].set_result(None)
+    await until(lambda: not bench.cold.under_way)
+    bench.now = FAILED_S
+    await bench.look()
+    await until(lambda: len(bench.loads) == 3)
+    assert bench.loads[-1] == ("a", MODEL)
+    await bench.close()
+
+
+async def test_a_load_that_a_request_has_begun_counts_for_a_placement() -> None:
+    bench = Bench(view("a"), view("b"))
+    await until(lambda: bench.log)
+    waiter = asyncio.ensure_future(bench.cold.wait(MODEL, "b"))
+    await until(lambda: bench.loads)
+    bench.wanted[MODEL] = 1
+    await bench.look()
+    assert bench.loads == [("b", MODEL)]
+    bench.ends["b"].set_result(None)
+    await waiter
     await bench.close()
 
 

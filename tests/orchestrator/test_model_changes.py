@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pipeline.blobs.folder import FolderStore
-from pipeline.errors import ResourceError
+from pipeline.errors import Conflict, ResourceError
 from pipeline.fleet.bodies import LoadModelResponse, ModelState
 from pipeline.fleet.records import AgentRecord
 from stages.orchestrator.fleet_api import EventLog
@@ -127,3 +127,27 @@ async def test_the_start_of_an_engine_corrects_the_next_estimate(
     measured = routing.rates.of("one", MODEL).start_s
     assert measured.count == (start_s is not None)
     assert measured.value == pytest.approx(START_S if start_s is None else START_S + 0.2 * (start_s - START_S))
+
+
+@pytest.mark.parametrize("ends", ["/load_model", "/unload_model"])
+async def test_an_orchestrator_that_leads_no_more_makes_no_further_call(tmp_path: Path, ends: str) -> None:
+    """Its term ends while an agent answers."""
+    is_wanted = [True]
+
+    class Full(Agent):
+        paths: list[str] = []
+
+        async def post(self, record: AgentRecord, path: str, body: bytes, timeout_s: float) -> bytes:
+            self.paths.append(path)
+            is_wanted[0] = path != ends
+            if path == "/load_model":
+                raise ResourceError("unload a model", "model_id")
+            return b"{}"
+
+    agent = Full()
+    agent.paths = []
+    changes, _ = await made(tmp_path, agent, router(view("one", engine("other"), engine("third"))))
+    changes.is_wanted = lambda model, agent_id: is_wanted[0]
+    with pytest.raises(Conflict, match="does not lead"):
+        await changes.load("one", MODEL)
+    assert agent.paths == ["/load_model", "/unload_model"][: 1 if ends == "/load_model" else 2]

@@ -367,6 +367,16 @@ def test_a_cold_model_goes_where_its_bytes_are() -> None:
     assert routing.choose(request(excluded=frozenset("ab"))).agent_id == "c"
 
 
+def test_a_cold_model_is_waited_for_where_any_orchestrator_loads_it() -> None:
+    """Also where another agent would have it first."""
+    files = {"cached_models": (cached(),)}
+    for state in ("DOWNLOADING", "LOADING_TO_GPU"):
+        loading = view("b", engine(model_state=state), engine("other", running=9), **files)
+        assert router(view("a", **files), loading).choose(request()).agent_id == "b"
+    loading = view("b", engine(model_state="DOWNLOADING"), health="SUSPECT")
+    assert router(view("a", **files), loading).choose(request()).agent_id == "a"
+
+
 def test_the_level_of_a_model_on_another_agent_is_recorded() -> None:
     holder = view("b", cached_models=(cached(),), shares_pieces=True, state="DEGRADED")
     silent = view("b", cached_models=(cached(),), shares_pieces=True, health="SUSPECT")

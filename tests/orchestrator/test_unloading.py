@@ -159,3 +159,30 @@ def test_an_idle_model_leaves_for_a_placed_one_and_a_placed_one_for_none(tmp_pat
     fleet.wait(lambda state: "placement-unmet" in kinds(fleet) or len(agent.unloads) > 1)
     assert agent.unloads == ["idle"] and list(agent.engines) == ["cold"]
     assert fleet.close() == 0, "".join(fleet.lines)
+
+
+def test_a_placement_that_an_agent_refuses_hinders_nothing_else_there(fleet: Fleet) -> None:
+    agent = add_agent(fleet, "idle")
+    agent.cold["small"] = ENGINE
+    agent.refused.add("big")
+    fleet.write("placements/big", b'{"model":"big","replicas":1}')
+    fleet.write("placements/small", b'{"model":"small","replicas":1}')
+    fleet.register(agent)
+    fleet.wait(lambda state: loaded(state) == [["small"]] or agent.polls >= 200)
+    assert list(agent.engines) == ["small"]
+
+
+def test_a_placement_that_an_agent_refuses_is_tried_at_another(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path / "fleet")
+    small = add_agent(fleet)
+    large = fleet.agents["two"] = TestAgent("two", fleet.secret)
+    large.engines, large.cold = {"other": ENGINE}, {"big": ENGINE}
+    large.may_load.set()
+    small.cold["big"] = ENGINE  # the first choice: it has the file, too, and runs nothing
+    small.refused.add("big")
+    for agent in (small, large):
+        fleet.register(agent)
+    fleet.write("placements/big", b'{"model":"big","replicas":1}')
+    fleet.wait(lambda state: loaded(state) == [[], ["big", "other"]] or small.polls >= 200)
+    assert set(small.loads) == {"big"} and large.loads == ["big"]
+    assert fleet.close() == 0, "".join(fleet.lines)
