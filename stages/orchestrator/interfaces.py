@@ -36,6 +36,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     may_start: bool = True  # false: cordoned or draining: no new requests, no new models
     reason: str = ""  # why not
     is_draining: bool = False  # what it has is moved to other agents
+    silent_s: float = 0.0  # since its last answer; 0 if READY
     draining_since: float = 0.0  # s of this process's clock, which tells one drain of an agent from the next
 
 

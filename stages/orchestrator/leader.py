@@ -25,6 +25,7 @@ from stages.orchestrator.idle_models import IdleModels
 from stages.orchestrator.memory_pressure import MemoryPressure
 from stages.orchestrator.model_changes import ModelChanges
 from stages.orchestrator.placement import Load, copies, missing_loads, stalled_loads
+from stages.orchestrator.registry import Registry
 from stages.orchestrator.router import ScoreRouter
 from stages.orchestrator.session_moves import keeps_models
 
@@ -42,6 +43,7 @@ class Leader:
         election: Election,
         identity: str,
         fleet: FleetApi,
+        registry: Registry,
         router: ScoreRouter,
         cold: ColdLoads,
         changes: ModelChanges,
@@ -55,6 +57,7 @@ class Leader:
         self._election = election
         self._identity = identity
         self._fleet = fleet
+        self._registry = registry
         self._router = router
         self._cold = cold
         self._changes = changes
@@ -92,7 +95,8 @@ class Leader:
 
     def _look(self, term: Term) -> None:
         is_up = self._fleet.is_store_up
-        if is_up:
+        # An agent that has not answered yet may have what is placed.
+        if is_up and not self._registry.awaits_answers():
             self._place(term)
         for begin_round in self.rounds:
             begin_round()

@@ -1,6 +1,7 @@
 """Which agents should load which models, so that each placement has its replicas, and which copies of these stay.
 
-Pure; the loads are the leader's.
+An agent that does not answer counts as having its models for a while: one that has ended leaves with its lease, and a
+copy that were loaded for a late answer would be one too many.  Pure; the loads are the leader's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from stages.orchestrator.interfaces import NodeView
 from stages.orchestrator.score import loaded
 
 HELD = ("READY", "DOWNLOADING", "LOADING_TO_GPU")  # states of models that take an engine
+SILENT_S = 15.0  # for which an agent that does not answer counts as having its models: three leases
 
 Agents = Callable[[str], Collection[str]]  # ids, by model
 
@@ -42,7 +44,9 @@ def copies(model: str, table: Iterable[NodeView], loading: Agents = _none) -> li
     return [
         view
         for view in table
-        if view.may_start and view.health == "READY" and (_state(view, model) in HELD or view.agent_id in begun)
+        if view.may_start
+        and (view.health == "READY" or view.silent_s < SILENT_S)
+        and (_state(view, model) in HELD or view.agent_id in begun)
     ]
 
 

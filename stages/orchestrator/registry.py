@@ -200,6 +200,7 @@ class Registry(NodeManager):
 
     def table(self) -> list[NodeView]:
         """The routing table: all agents that have answered."""
+        now = self._clock()
         return [
             NodeView(
                 agent_id=name,
@@ -209,6 +210,7 @@ class Registry(NodeManager):
                 may_start=name not in self._cordons,
                 reason="draining" if self._is_draining(name) else "cordoned" if name in self._cordons else "",
                 is_draining=self._is_draining(name),
+                silent_s=0.0 if agent.health == "READY" else now - agent.answered_at,
                 draining_since=self._draining_since.get(name, 0.0),
             )
             for name, agent in sorted(self._agents.items())

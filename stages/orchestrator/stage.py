@@ -230,6 +230,7 @@ class OrchestratorStage:
             Election(self._store, LEADER_KEY, self.identity.encode(), LEADER_S, clock=boot_clock),
             self.identity,
             self.fleet,
+            self.registry,
             self.router,
             self.cold,
             self.changes,

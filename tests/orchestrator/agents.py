@@ -50,7 +50,12 @@ def heartbeat(agent_id: str, *engines: LoadedModel, **fields: Any) -> HeartbeatR
 
 
 def view(
-    agent_id: str, *engines: LoadedModel, may_start: bool = True, health: Any = "READY", **fields: Any
+    agent_id: str,
+    *engines: LoadedModel,
+    may_start: bool = True,
+    health: Any = "READY",
+    silent_s: float = 0.0,
+    **fields: Any,
 ) -> NodeView:
     """A row of the routing table."""
     return NodeView(
@@ -60,6 +65,7 @@ def view(
         may_start=may_start,
         reason="" if may_start else "cordoned",
         health=health,
+        silent_s=silent_s,
     )
 
 

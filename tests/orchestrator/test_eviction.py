@@ -123,3 +123,9 @@ def test_a_load_that_no_agent_reports_yet_counts() -> None:
     table = [view("a"), view("b")]
     assert missing_loads([(MODEL, 1)], table, loading=lambda model: {"b"}) == []
     assert missing_loads([(MODEL, 2)], table, loading=lambda model: {"b"}) == [Load(MODEL, "a")]
+
+
+@pytest.mark.parametrize(("silent_s", "loads"), [(3.0, []), (14.9, []), (15.0, [Load(MODEL, "y")])])
+def test_a_late_answer_causes_no_further_copy(silent_s: float, loads: list[Load]) -> None:
+    table = [view("x", engine(), health="SUSPECT", silent_s=silent_s), view("y")]
+    assert missing_loads([(MODEL, 1)], table) == loads

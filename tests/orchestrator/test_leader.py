@@ -63,6 +63,7 @@ class Bench:
         self.events = EventLog(lambda: 0.0)
         self.loads: list[tuple[str, str]] = []
         self.ends: dict[str, asyncio.Future[None]] = {}
+        self.awaits_answers = False
         self.cold = ColdLoads(self._load, 100, lambda: self.now)
         self.router = router(*views)
         self.wanted = replicas
@@ -73,6 +74,7 @@ class Bench:
             self.elections,  # type: ignore[arg-type]
             "one",
             fleet,  # type: ignore[arg-type]
+            SimpleNamespace(awaits_answers=lambda: self.awaits_answers),  # type: ignore[arg-type]
             self.router,
             self.cold,
             SimpleNamespace(unload_idle=unused),  # type: ignore[arg-type]
@@ -173,6 +175,17 @@ async def test_a_load_that_a_request_has_begun_counts_for_a_placement() -> None:
     assert bench.loads == [("b", MODEL)]
     bench.ends["b"].set_result(None)
     await waiter
+    await bench.close()
+
+
+async def test_nothing_is_placed_while_agents_have_yet_to_answer() -> None:
+    bench = Bench(view("a"), demo=1)
+    bench.awaits_answers = True
+    await bench.look()
+    assert not bench.loads
+    bench.awaits_answers = False
+    await bench.look()
+    await until(lambda: bench.loads)
     await bench.close()
 
 

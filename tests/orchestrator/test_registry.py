@@ -53,10 +53,12 @@ async def test_a_silent_agent_is_suspect_with_its_last_answer() -> None:
     fleet.now = 3.0
     (found,) = await fleet.registry.health_check_nodes()
     assert (found.health, found.age_s) == ("SUSPECT", 3.0)
-    assert fleet.registry.table()[0].health == "SUSPECT" and fleet.registry.table()[0].details is answer
+    (seen,) = fleet.registry.table()
+    assert (seen.health, seen.silent_s) == ("SUSPECT", 3.0) and seen.details is answer
     fleet.answers["a"] = answer
     await fleet.registry.check_node("a")
-    assert fleet.registry.table()[0].health == "READY"
+    (seen,) = fleet.registry.table()
+    assert (seen.health, seen.silent_s) == ("READY", 0.0)
     fleet.registry.suspect("a", "a stream broke")
     assert fleet.registry.table()[0].health == "SUSPECT"
 
