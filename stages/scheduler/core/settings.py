@@ -21,6 +21,7 @@ class Settings(NamedTuple):
     batch_timeout_s: float = 0.0
     speculate: int = 0  # draft tokens of a sequence whose request does not set a number; less than 0: none
     run_ahead: bool = True
+    refuses_late: bool = True  # sequences that will probably miss their deadline
     max_draft_sequences: int = 0  # draft sequences that this model computes for other models
     prefix_cache: bool = True  # kv shares pages among prompts with a common prefix
     worker_groups: int = 1

@@ -197,8 +197,8 @@ class SubmissionQueue:
 
     @property
     def _is_estimated(self) -> bool:
-        """Costs are known well enough to refuse for a deadline."""
-        return self._cost.is_known or self._stats.steps > MIN_STEPS
+        """Sequences are refused for a deadline, and costs are known well enough."""
+        return self._settings.refuses_late and (self._cost.is_known or self._stats.steps > MIN_STEPS)
 
     def cancel(self, frame: Cancel) -> None:
         """End a sequence whose output is not wanted any more. Unknown ids are late, which is normal."""
