@@ -110,6 +110,7 @@ def assemble(config: Config, model: ModelConfig, weights: Model) -> Parts:
         max_output_tokens=scheduling.max_output_tokens,
         speculate=model.speculate,
         run_ahead=False,  # nothing computes while the next step is composed
+        refuses_late=False,  # a request has the time that its caller gives it, however many others are submitted
         prefix_cache=config.cache.enabled,
     )
     kv_geometry = KvGeometry.of(hyper, model.page_tokens, model.kv_type)

@@ -4,7 +4,7 @@
 
     with Embedded.load("model.gguf", kv_cache_mb=256) as engine:
         first = engine.submit("Once upon a time", max_tokens=64, temperature=0.8, seed=7)
-        second = engine.submit([1, 2, 3], max_tokens=16)
+        second = engine.submit([1, 2, 3], max_tokens=16, on_token=print, timeout_s=30)
         while engine.step():                  # or engine.run()
             print(engine.poll(first).text)
         print(engine.poll(second).tokens, engine.stats().tokens_generated)
@@ -13,36 +13,28 @@
 (`stages.kv`) grants its pages, the ranks of a worker group (`stages.worker`) compute it, the gateway's decoder turns
 tokens into text.  A request therefore gets the bytes that `POST /v1/generate` gives to the same fields.
 
-One thread at a time may use an engine.  A request's result is kept until `release`.
+Any thread may call any method.  `_lock` guards all but the computation of a step and the calls of `on_token`: those
+belong to one thread at a time (`step_owner.py`), and the other threads submit, poll and cancel meanwhile.  A result is
+kept until `release`.
 """
 
 from __future__ import annotations
 
 import logging
-import operator
-import secrets
 import time
-from array import array
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
-
-from pipeline.api.generation_fields import check_configured_order
-from pipeline.api.requests import generate
-from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import InternalError, InvalidRequest, NotFound, ResourceError, StarlingError
 from pipeline.models.store import Progress, no_progress
-from pipeline.protocol.messages import Cancel, Denied, Granted, Sampling, Submit
+from pipeline.observe.log_names import log_names
+from pipeline.protocol.messages import Cancel, Denied, Granted
 from shm.arena import ArenaError
 from shm.checkpoint import CheckpointError
-from stages.gateway.admission.lengths import Bounds, output_budget
-from stages.gateway.admission.prompts import check_ids
-from stages.gateway.requests.sequence_breakers import breakers_of
 from stages.tokenizer.opened_models import ModelSource, open_model
 from stages.worker.checkpoint.attention_factor import LoadedError, apply_factor
 from stages.worker.checkpoint.prepare import open_verified, prepare
@@ -50,31 +42,16 @@ from stages.worker.model import Model
 from starling import loaded_revisions
 from starling.assembly import Parts, assemble, choose_model
 from starling.directory_conversion import conversion_of
-from starling.generation import Generation, LocalRequest
+from starling.engine_stats import EngineStats, RequestStats
+from starling.generation import Delta, Generation, LocalRequest
+from starling.local_submission import make_frame, read_request
+from starling.step_owner import StepOwner
 
 log = logging.getLogger("starling.embedded")
 
-OWNER = b"embedded"  # in place of the gateway's address
+GATEWAY = b"embedded"  # in place of the gateway's address
 MAX_REQUESTS = 100_000  # running and finished ones that have not been released
 MAX_IDLE_STEPS = 100  # calls of `step` in a row that change nothing, before it is an error
-SERVER_FIELDS = ("model", "stream", "session_id", "create_session", "session_ttl_s", "keep_alive", "prompt_logprobs")
-
-
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters since the engine was loaded, and how many requests and KV pages are in each state."""
-
-    steps: int
-    step_seconds: float  # time that the ranks spent in steps
-    tokens_generated: int
-    prompt_tokens_cached: int
-    preemptions: int  # sequences that gave their pages back and were computed again
-    requests_waiting: int
-    requests_running: int
-    requests_kept: int  # running and finished ones that have not been released
-    kv_pages: int
-    kv_pages_free: int
-    kv_pages_cached: int
-    kv_pages_leased: int
 
 
 class Embedded:
@@ -92,6 +69,9 @@ class Embedded:
             raise ResourceError(str(error)) from None
         self._idle_steps = 0
         self._clock = time.monotonic
+        self._ended = RequestStats()
+        self._owner = StepOwner(self._fail_callback)
+        self._lock = self._owner.lock
 
     @classmethod
     def load(
@@ -122,10 +102,22 @@ class Embedded:
 
     # -------------------------------------------------------------- requests
 
-    def submit(self, prompt: str | Sequence[int], **fields: Any) -> str:
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        on_token: Callable[[Delta], object] | None = None,
+        timeout_s: float | None = None,
+        **fields: Any,
+    ) -> str:
         """Queue a request and return its id. Nothing is computed before `step` or `run`.
 
         prompt: a text, which gets the model's BOS token if it asks for one, or token ids, which are taken as they are.
+        on_token: called with a `Delta` after each step that has made output for the request, and when it ends. Calls
+            are in order, and never two at a time in one engine. The thread that computes makes them, or the one that
+            cancels. It may call `submit`, `poll`, `cancel` and `release`. An exception that it raises ends this
+            request with an error, and no other.
+        timeout_s: from now on; the first step after it ends the request with the error TIMEOUT. None: no limit.
         fields: those of `POST /v1/generate` with the same defaults: `max_tokens`, `temperature`, `top_k`, `top_p`,
             `repetition_penalty`, `frequency_penalty`, `presence_penalty`, `logit_bias`, `order`, `seed`, `min_tokens`,
             `min_p`, `typical_p`, `top_n_sigma`, those of DRY and XTC, `ignore_eos`, `stop`, `stop_token_ids`,
@@ -134,98 +126,85 @@ class Embedded:
         Raises `InvalidRequest` for a field that is wrong, and `StarlingError` with the code OVERLOADED when
         `scheduler.max_queue_depth` requests wait already.
         """
-        parts = self._open_parts()
-        if len(self._requests) >= MAX_REQUESTS:
-            raise StarlingError(
-                "OVERLOADED", f"{MAX_REQUESTS} requests are kept, the most there may be; release finished ones"
-            )
-        for name in SERVER_FIELDS:
-            if name in fields:
-                raise InvalidRequest(f"{name} is a field of the HTTP server; leave it out of submit", name)
-        given = prompt if isinstance(prompt, str) else _token_ids(prompt)
-        parsed = generate.read({"prompt": given, **fields})
-        if (n := len(parsed.prompts)) != 1:
-            raise InvalidRequest(f"prompt has {n} prompts; one submit makes one text: submit {n} times", "prompt")
-        if parsed.n != 1:
-            raise InvalidRequest(f"n is {parsed.n}; one submit makes one text: submit {parsed.n} times", "n")
-        if parsed.constraint:  # it needs processes of its own
-            name = parsed.constraint.field
-            raise InvalidRequest(f"{name} constrains the output, which only a server does; leave it out", name)
-        request, frame = self._new_request(parsed, parts.bounds)
-        parts.scheduler.submissions.submit(OWNER, frame, self._clock())
-        self._requests[request.id] = request
-        self._deliver(parts)
-        if request.error is not None:
-            del self._requests[request.id]
-            raise request.error
-        return request.id
+        return self._submit(prompt, on_token, timeout_s, fields).id
 
-    def _new_request(self, parsed: GenerationRequest, bounds: Bounds) -> tuple[LocalRequest, Submit]:
-        """As the gateway admits one."""
-        vocabulary = self._tokenizer.vocabulary
-        [given] = parsed.prompts
-        tokens = vocabulary.encode(given, parse_special=False, add_bos=True) if isinstance(given, str) else given
-        check_ids(parsed, [tuple(tokens)], vocabulary.size)
-        budget = output_budget(len(tokens), parsed.max_tokens, bounds, "prompt", "max_tokens")
-        seed = secrets.randbits(53) if parsed.seed is None else parsed.seed
-        if not (order := parsed.sampling.order):
-            order = self.model.sampler_order
-            check_configured_order(parsed.sampling, order)
-        sampling: Sampling = msgspec.structs.replace(parsed.sampling, seed=seed, order=order)
-        breakers = b""
-        if sampling.dry_multiplier:
-            pieces = [vocabulary.token_bytes(token) for token in range(vocabulary.size)]
-            breakers = breakers_of(pieces, sampling.dry_sequence_breakers).checked(sampling.dry_sequence_breakers).mask
-        eos_ids = () if sampling.ignore_eos else vocabulary.eos_ids
-        request_id = f"req-{secrets.token_hex(12)}"
-        frame = Submit(
-            sequence=f"{request_id}/0",
-            request=request_id,
-            model=self.model.name,
-            tenant="",
-            prompt=array("i", tokens).tobytes(),
-            max_tokens=budget,
-            sampling=sampling,
-            stop_ids=tuple(dict.fromkeys((*eos_ids, *parsed.stop_token_ids))),
-            priority=-(parsed.priority or 0),
-            cache_salt=parsed.cache_salt,
-            speculate=parsed.speculate,
-            breakers=breakers,
-        )
-        return LocalRequest(frame, parsed, self._tokenizer), frame
+    def _submit(
+        self,
+        prompt: str | Sequence[int],
+        on_token: Callable[[Delta], object] | None,
+        timeout_s: float | None,
+        fields: Mapping[str, Any],
+    ) -> LocalRequest:
+        bounds = self._open_parts().bounds
+        if on_token is not None and not callable(on_token):
+            raise InvalidRequest(f"on_token is {on_token!r}: expected a function of one argument", "on_token")
+        parsed = read_request(prompt, fields)
+        frame = make_frame(parsed, self._tokenizer.vocabulary, self.model, bounds, timeout_s)
+        with self._lock:
+            parts = self._open_parts()
+            if len(self._requests) >= MAX_REQUESTS:
+                raise StarlingError(
+                    "OVERLOADED", f"{MAX_REQUESTS} requests are kept, the most there may be; release finished ones"
+                )
+            now = self._clock()
+            request = LocalRequest(frame, parsed, self._tokenizer, now, on_token)
+            self._requests[request.id] = request
+            parts.scheduler.submissions.submit(GATEWAY, frame, now)
+            request.scheduled = parts.scheduler.table.live.get(request.sequence)
+            self._deliver(parts)
+            if request.error is not None:
+                del self._requests[request.id]
+                request.deltas.clear()  # the caller gets the exception
+                raise request.error
+        self._owner.call_due()
+        return request
 
     def poll(self, request_id: str) -> Generation:
         """What the request has produced so far. Raises `NotFound` for an unknown or released id."""
-        return self._request(request_id).snapshot()
+        with self._lock:
+            return self._request(request_id).snapshot()
 
     def cancel(self, request_id: str) -> None:
         """End a request; its result so far stays. No effect on a finished one. Raises `NotFound`."""
-        parts, request = self._open_parts(), self._request(request_id)
-        if not request.finish_reason:
-            parts.scheduler.submissions.cancel(Cancel(request.sequence))
-            self._deliver(parts)
+        with self._lock:
+            self._cancel(self._open_parts(), self._request(request_id))
+        self._owner.call_due()
 
     def release(self, request_id: str) -> Generation:
         """Forget a request, which is cancelled if it still runs; returns its result. Raises `NotFound`."""
-        self.cancel(request_id)
-        return self._requests.pop(request_id).snapshot()
+        with self._lock:
+            request = self._request(request_id)
+            self._cancel(self._open_parts(), request)
+            result = self._requests.pop(request_id).snapshot()
+        self._owner.call_due()
+        return result
 
-    def generate(self, prompt: str | Sequence[int], **fields: Any) -> Generation:
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        on_token: Callable[[Delta], object] | None = None,
+        timeout_s: float | None = None,
+        **fields: Any,
+    ) -> Generation:
         """Submit a request, compute until it has ended, and release it. Other requests advance with it.
 
         Raises as `submit` does, and the request's error if it ends with one. Whatever interrupts it, such as Ctrl-C,
         ends the request.
         """
-        request_id = self.submit(prompt, **fields)
+        self._owner.refuse_in_callback("generate")
+        request = self._submit(prompt, on_token, timeout_s, fields)
         try:
-            while not self._requests[request_id].finish_reason:
+            while not request.is_over:
                 self.step()
         except BaseException:
-            with suppress(StarlingError):  # the engine may be closed
-                self.release(request_id)
-            self._requests.pop(request_id, None)
+            with suppress(StarlingError, RuntimeError):  # it may be released, or the engine closed
+                self.release(request.id)
+            self._requests.pop(request.id, None)
             raise
-        result = self.release(request_id)
+        with self._lock:
+            self._requests.pop(request.id, None)
+            result = request.snapshot()
         if result.error is not None:
             raise result.error
         return result
@@ -236,41 +215,74 @@ class Embedded:
             raise NotFound(f"no request {request_id!r} is kept here; it was never submitted or has been released")
         return request
 
+    def _cancel(self, parts: Parts, request: LocalRequest) -> None:
+        """End a request if it runs. The caller has the lock."""
+        if not request.finish_reason:
+            self._end_sequence(parts, request)
+
+    def _end_sequence(self, parts: Parts, request: LocalRequest) -> None:
+        """Compute no more of a request, and take its pages back. The caller has the lock."""
+        parts.scheduler.submissions.cancel(Cancel(request.sequence))
+        self._exchange_pages(parts)
+        self._deliver(parts)
+
     # -------------------------------------------------------------- computing
 
     def step(self) -> bool:
         """Compute one step of the model: prompts and next tokens of the requests that fit into a batch.
 
-        Returns whether requests are left to compute.
+        If another thread computes a step, wait until that one has ended instead. Returns whether requests are left to
+        compute; False also when another thread has closed the engine meanwhile.
         """
-        parts = self._open_parts()
-        scheduler, now = parts.scheduler, self._clock()
-        scheduler.tick(now)
-        scheduler.pages.kv_state(parts.kv.state(self.model.name))  # pages may be free: repeat denied requests
-        scheduler.steps.run_round(now)
-        self._exchange_pages(parts)
-        if not scheduler.steps.unacknowledged:  # a sequence that has just been granted its first pages can begin now
-            scheduler.steps.run_round(now)
-            self._exchange_pages(parts)
-        has_computed = bool(scheduler.steps.unacknowledged)
-        for step in range(parts.ring.done + 1, parts.ring.head + 1):
-            parts.group.compute(step)
-        scheduler.steps.complete(self._clock())
-        has_ended = self._deliver(parts)
-        self._exchange_pages(parts)
-        self._idle_steps = 0 if has_computed or has_ended or not scheduler.is_busy else self._idle_steps + 1
-        if self._idle_steps > MAX_IDLE_STEPS:
-            raise InternalError(f"{MAX_IDLE_STEPS} steps in a row computed nothing although requests are left")
-        return scheduler.is_busy
+        self._open_parts()
+        return self._step("step")
 
     def run(self) -> None:
-        """Compute until every request has ended."""
-        while self.step():
+        """Compute until every request has ended, or another thread closes the engine."""
+        self._open_parts()
+        while self._step("run"):
             pass
+
+    def _step(self, method: str) -> bool:
+        self._owner.refuse_in_callback(method)
+        try:
+            if self._owner.begin(wait=True):
+                self._compute_step()
+        finally:
+            if self._owner.is_this_thread:
+                self._owner.end()
+        with self._lock:
+            return self._parts is not None and self._parts.scheduler.is_busy
+
+    def _compute_step(self) -> None:
+        """Compute a step unless the engine is closed. This thread is the owner."""
+        with self._lock:
+            if (parts := self._parts) is None:
+                return
+            scheduler, now = parts.scheduler, self._clock()
+            scheduler.tick(now)
+            scheduler.pages.kv_state(parts.kv.state(self.model.name))  # pages may be free: repeat denied requests
+            scheduler.steps.run_round(now)
+            self._exchange_pages(parts)
+            if not scheduler.steps.unacknowledged:
+                # A sequence that has just been granted its first pages can begin now.
+                scheduler.steps.run_round(now)
+                self._exchange_pages(parts)
+            has_computed = bool(scheduler.steps.unacknowledged)
+            published = range(parts.ring.done + 1, parts.ring.head + 1)
+        for step in published:
+            parts.group.compute(step)
+        with self._lock:
+            scheduler.steps.complete(self._clock())
+            has_ended = self._deliver(parts)
+            self._exchange_pages(parts)
+            self._idle_steps = 0 if has_computed or has_ended or not scheduler.is_busy else self._idle_steps + 1
+            if self._idle_steps > MAX_IDLE_STEPS:
+                raise InternalError(f"{MAX_IDLE_STEPS} steps in a row computed nothing although requests are left")
 
     @staticmethod
     def _exchange_pages(parts: Parts) -> None:
-        """Let the KV manager answer what the scheduler has asked for."""
+        """Let the KV manager answer what the scheduler has asked for. The caller has the lock."""
         scheduler = parts.scheduler
         while scheduler.leases.frames:
             frames, scheduler.leases.frames = scheduler.leases.frames, []
@@ -282,8 +294,8 @@ class Embedded:
                     scheduler.pages.denied(answer)
 
     def _deliver(self, parts: Parts) -> bool:
-        """Pass what the scheduler has produced to the requests. Returns whether one has ended."""
-        outbox = parts.scheduler.outbox
+        """Pass what the scheduler has produced to the requests. The caller has the lock. Returns whether one ended."""
+        outbox, now = parts.scheduler.outbox, self._clock()
         outbox.events.clear()  # this engine keeps no timelines
         has_ended = False
         while outbox.tokens or outbox.rejected:
@@ -293,18 +305,45 @@ class Embedded:
             outbox.started.clear()
             outbox.rejected.clear()
             for new in moved:
-                request = self._requests.get(new.sequence.rpartition("/")[0])
-                if request is not None and request.take(new):
-                    parts.scheduler.submissions.cancel(Cancel(new.sequence, at=request.used))
                 has_ended = has_ended or bool(new.finish)
+                if (request := self._running(new.sequence)) is not None:
+                    if request.take(new, now):
+                        parts.scheduler.submissions.cancel(Cancel(new.sequence, at=request.used))
+                    self._delivered(request, now)
             for frame in rejected:
-                request = self._requests.get(frame.sequence.rpartition("/")[0])
-                if request is not None:
+                has_ended = True
+                if (request := self._running(frame.sequence)) is not None:
                     request.fail(
                         StarlingError(frame.code, frame.message, frame.param, retry_after_s=frame.retry_after_s)
                     )
-                has_ended = True
+                    self._delivered(request, now)
         return has_ended
+
+    def _running(self, sequence: str) -> LocalRequest | None:
+        request = self._requests.get(sequence.rpartition("/")[0])
+        return request if request is not None and not request.finish_reason else None
+
+    def _delivered(self, request: LocalRequest, now: float) -> None:
+        if request.deltas:
+            self._owner.add_due(request)
+        if request.finish_reason:
+            self._ended.record_end(request, now)
+            request.scheduled = None  # it has the tokens once more
+
+    def _fail_callback(self, request: LocalRequest, error: Exception) -> None:
+        """End a request whose callback has raised `error`, and call it no more."""
+        names = log_names(request.id, self.model.name, "", "")
+        log.error("on_token has raised an exception, ending its request", extra=names, exc_info=error)
+        failure = InternalError(f"on_token raised {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        with self._lock:
+            request.on_token = None
+            was_running = not request.finish_reason
+            request.fail(failure)
+            if was_running:
+                self._delivered(request, self._clock())
+                if self._parts is not None:
+                    self._end_sequence(self._parts, request)
 
     # -------------------------------------------------------------- text, figures, end
 
@@ -346,35 +385,52 @@ class Embedded:
         return self._tokenizer.vocabulary.encode(chat.text, True, add_bos=True, marks=chat.marks)
 
     def stats(self) -> EngineStats:
-        """Counters and sizes as they are now."""
-        parts = self._open_parts()
-        stats, pool = parts.scheduler.stats, parts.kv.pool
-        return EngineStats(
-            steps=stats.steps,
-            step_seconds=stats.worker_s,
-            tokens_generated=stats.generated,
-            prompt_tokens_cached=stats.prompt_cached,
-            preemptions=stats.preemptions,
-            requests_waiting=parts.scheduler.queues.depth,
-            requests_running=len(parts.scheduler.table.scheduled),
-            requests_kept=len(self._requests),
-            kv_pages=pool.total,
-            kv_pages_free=pool.free,
-            kv_pages_cached=pool.cached,
-            kv_pages_leased=pool.leased,
-        )
+        """Counters, sizes and latencies as they are now."""
+        with self._lock:
+            parts = self._open_parts()
+            stats, pool, seconds = parts.scheduler.stats, parts.kv.pool, parts.scheduler.stats.worker_s
+            return EngineStats(
+                steps=stats.steps,
+                step_seconds=seconds,
+                tokens_generated=stats.generated,
+                tokens_per_second=stats.generated / seconds if seconds else 0.0,
+                prompt_tokens_cached=stats.prompt_cached,
+                preemptions=stats.preemptions,
+                requests_waiting=parts.scheduler.queues.depth,
+                requests_running=len(parts.scheduler.table.scheduled),
+                requests_kept=len(self._requests),
+                requests_finished=self._ended.finished,
+                requests_failed=self._ended.failed,
+                kv_pages=pool.total,
+                kv_pages_free=pool.free,
+                kv_pages_cached=pool.cached,
+                kv_pages_leased=pool.leased,
+                **self._ended.latencies(),
+            )
 
     def _open_parts(self) -> Parts:
-        if self._parts is None:
+        parts = self._parts
+        if parts is None:
             raise RuntimeError("the engine is closed")
-        return self._parts
+        return parts
 
     def close(self) -> None:
-        """End the worker's threads and unmap everything. Results stay readable with `poll`. Idempotent."""
-        parts, self._parts = self._parts, None
-        if parts is not None:
+        """End the worker's threads and unmap everything, after the step that another thread computes.
+
+        Results stay readable with `poll`. Idempotent.
+        """
+        self._owner.refuse_in_callback("close")
+        with self._lock:
+            parts, self._parts = self._parts, None
+        if parts is None:
+            return
+        while not self._owner.begin(wait=True):
+            pass
+        try:
             parts.scheduler.worker.ring = None  # its views keep the arena mapped
             parts.stack.close()
+        finally:
+            self._owner.end()
 
     def __enter__(self) -> Self:
         return self
@@ -394,24 +450,3 @@ def _apply_factor(config: Config, model: ModelConfig, index_path: Path, progress
             "an older release ignored the attention factor of a model, using its checkpoint as it is",
             extra={"model": model.name, "path": str(index_path), "reason": str(error)},
         )
-
-
-def _token_ids(prompt: object) -> list[object]:
-    """A prompt that is no text. Raises `InvalidRequest` for one that has numbers and is no sequence of token ids."""
-    is_bytes = isinstance(prompt, bytes | bytearray) or (isinstance(prompt, memoryview) and prompt.itemsize == 1)
-    if is_bytes or isinstance(prompt, Mapping | Set) or not isinstance(prompt, Iterable):
-        remedy = "; decode it" if is_bytes else ""
-        raise InvalidRequest(
-            f"prompt is of type {type(prompt).__name__}: expected a text or a sequence of token ids{remedy}", "prompt"
-        )
-    return [_plain(token) for token in prompt]
-
-
-def _plain(token: object) -> object:
-    """A whole number of any library as Python's; what else a prompt holds is refused like any wrong value."""
-    if isinstance(token, bool):
-        return token
-    try:
-        return operator.index(token)  # type: ignore[arg-type]
-    except TypeError:
-        return token

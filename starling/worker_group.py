@@ -26,7 +26,7 @@ NO_LIMIT_NS = 3_600_000_000_000  # for `compute_ready`: effectively until the la
 
 
 class WorkerGroup:
-    """Computes the steps of one model. Not thread-safe: one thread calls it, always the same. A context manager.
+    """Computes the steps of one model. Not thread-safe: one thread at a time calls it. A context manager.
 
     `tables` holds each rank's parameter block, rank 0 first; with `profile` each counts the cycles that its rank
     spends in the phases of a step (`RankTable.phases`).

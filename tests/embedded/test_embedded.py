@@ -103,6 +103,7 @@ def expected(path: Path, tokens: list[int], fields: dict[str, Any], n: int, eos:
         output.pop()
     return Generation(
         id="",
+        state="finished",
         text="",
         tokens=tuple(output),
         logprobs=tuple(chosen[: len(output)]),  # type: ignore[arg-type]
@@ -198,7 +199,7 @@ def test_results_do_not_depend_on_the_batch_or_the_machine(model_path: Path, set
 @pytest.mark.slow
 def test_preempted_requests_finish_with_the_same_tokens(model_path: Path) -> None:
     """An arena that holds two of six sequences at their full length."""
-    fields = {"max_tokens": 150, "ignore_eos": True, "temperature": 0}
+    fields: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True, "temperature": 0}
     with Embedded.load(model_path, kv_cache_mb=4, page_tokens=16) as roomy:
         alone = [roomy.generate(prompt(i), **fields).tokens for i in range(6)]
     with Embedded.load(model_path, kv_cache_mb=1, page_tokens=16) as tight:
