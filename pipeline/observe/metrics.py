@@ -130,8 +130,14 @@ class Metrics:
         series.value = total
 
     def drop(self, name: str, *labels: str) -> None:
-        """Remove a label set (of a model that was unloaded)."""
+        """Remove a label set (of a model that was unloaded), and what predecessors have counted in it."""
         self._series.get(name, {}).pop(labels, None)
+        if name in self._past:
+            self._past[name] = [series for series in self._past[name] if series.labels != labels]
+
+    def label_sets(self, name: str) -> frozenset[tuple[str, ...]]:
+        """The label sets of a family, those included that predecessors alone have counted."""
+        return frozenset((*self._series.get(name, {}), *(series.labels for series in self._past.get(name, []))))
 
     def snapshot(self) -> Snapshot:
         """All series now, with what predecessors have counted."""

@@ -150,7 +150,7 @@ def test_all_processes_are_measured(demo_server: Server) -> None:
     demo_server.post("/v1/generate", prompt=[1, 2, 3], max_tokens=2)
     worker = f"worker-{DEMO_MODEL}"
     stages = {"gateway", "tokenizer", "scheduler", "kv"}
-    names = {*stages, worker, f"{worker}/1", "worker/supervisor", *(f"{name}/supervisor" for name in stages)}
+    names = {*stages, worker, f"{worker}/1", f"{worker}/supervisor", *(f"{name}/supervisor" for name in stages)}
     labels = {f'stage="{name}"' for name in names}
     demo_server.wait_metrics("starling_process_resident_bytes", lambda found: labels <= set(found))
 
