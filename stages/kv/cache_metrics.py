@@ -11,6 +11,7 @@ from stages.kv.sessions.model_sessions import ModelSessions
 from stages.kv.sessions.session_thread import SessionThread
 
 _STATES = ("free", "cached", "leased")
+_FRAGMENTATION = "starling_kv_cache_fragmentation_ratio"
 
 
 class RemovedVersions:
@@ -64,6 +65,7 @@ def measure(
     levels.update({("starling_sessions", name): 0 for name in names})
     levels.update({("starling_sessions_moving", name): one.n_moving for name, one in sessions.items()})
     levels.update({("starling_arena_bytes", name, "kv", state): 0 for name in names for state in ("reserved", "used")})
+    hole_shares: dict[tuple[str, str], float] = {}
     totals["starling_sessions_damaged_total",] = sum(one.damaged for one in sessions.values())
     totals["starling_state_file_errors_total", "sessions"] = sum(one.disk_errors for one in sessions.values())
     for model in models:
@@ -79,10 +81,9 @@ def measure(
         for kind, store in (("spilled", model.spilled), ("saved", model.saved)):
             if store is not None and store.is_open:
                 levels["starling_kv_cache_bytes", kind] += store.n_written * page_bytes
-                hole_share = store.hole_bytes / store.file_bytes
-                metrics.set("starling_kv_cache_fragmentation_ratio", hole_share, model.name, kind)
+                hole_shares[model.name, kind] = store.hole_bytes / store.file_bytes
         if model.has_files:  # one of the versions of a model
-            metrics.set("starling_kv_cache_fragmentation_ratio", model.manager.fragmentation(), model.name, "arena")
+            hole_shares[model.name, "arena"] = model.manager.fragmentation()
         for state in _STATES:
             levels["starling_kv_cache_pages", model.name, state] += getattr(pool, state)
         levels["starling_sessions", model.name] = len(model.model_sessions)
@@ -91,3 +92,7 @@ def measure(
         pool.counters.restore_s.clear()
     for (family, *labels), value in (*totals.items(), *levels.items()):
         metrics.set(family, value, *labels)
+    for gone in metrics.label_sets(_FRAGMENTATION) - hole_shares.keys():
+        metrics.drop(_FRAGMENTATION, *gone)
+    for key, share in hole_shares.items():
+        metrics.set(_FRAGMENTATION, share, *key)

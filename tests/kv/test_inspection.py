@@ -253,6 +253,17 @@ def test_fragmentation_is_shown(pages: ModelPages, tmp_path: Path) -> None:
     assert f"{100 * m.fragmentation:.1f} %" in shown
 
 
+def test_an_unloaded_model_has_no_fragmentation(pages: ModelPages) -> None:
+    metrics = Metrics("kv", None)
+
+    def shown(models: list[ModelPages]) -> frozenset[tuple[str, ...]]:
+        measure(models, metrics)
+        return metrics.label_sets("starling_kv_cache_fragmentation_ratio")
+
+    assert (MODEL, "arena") in shown([pages])
+    assert shown([]) == set()
+
+
 def test_the_number_of_spilled_pages_does_not_fall_when_the_file_is_empty(pages: ModelPages) -> None:
     _, store = save_all(pages)
     pages.spilled, pages.saved = store, None
