@@ -100,7 +100,7 @@ class LoadedVersions:
 
     def __init__(self, config: Config, loop: Loop, on_opened: Callable[[LoadedVersion], None]) -> None:
         self.by_id: dict[str, LoadedVersion] = {}
-        self.sessions: dict[str, SessionThread] = {}  # by model name; stays when its versions are removed
+        self.sessions: dict[str, SessionThread] = {}  # by model name; also without a version
         self.removed = RemovedVersions()
         self._config = config
         self._loop = loop
@@ -134,6 +134,15 @@ class LoadedVersions:
             return self.by_id[version_id]
         return min(self._versions_of(name), key=lambda loaded: loaded.version.state != "serving", default=None)
 
+    def sessions_of(self, name: str) -> SessionThread:
+        """The sessions of a model, whether a version of it is loaded or not."""
+        sessions = self.sessions.get(name)
+        if sessions is None:
+            directory = paths.state_dir(self._config) / "sessions"
+            own = ModelSessions(directory, name.replace("/", "--"), self._clock.seconds)
+            sessions = self.sessions[name] = SessionThread(own, self._loop.wake)
+        return sessions
+
     def _versions_of(self, name: str) -> list[LoadedVersion]:
         return [loaded for loaded in self.by_id.values() if loaded.version.name == name]
 
@@ -165,12 +174,7 @@ class LoadedVersions:
 
     def _add(self, version: ModelVersion) -> None:
         name = version.name
-        directory = paths.state_dir(self._config) / "sessions"
-        sessions = self.sessions.get(name)
-        if sessions is None:
-            own = ModelSessions(directory, name.replace("/", "--"), self._clock.seconds)
-            sessions = self.sessions[name] = SessionThread(own, self._loop.wake)
-        loop = self._loop
+        loop, sessions = self._loop, self.sessions_of(name)
         pages = ModelPages(self._config, version.model, loop.report_progress, name, sessions, loop.wake, self._clock.ns)
         self.by_id[version.id] = LoadedVersion(version, pages)
         self._next_open = float("-inf")

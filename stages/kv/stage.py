@@ -339,7 +339,8 @@ class KvStage:
         # The first frame after a start may come before the first round of `_work`.
         self.versions.open_missing(time.monotonic())
         name = getattr(frame, "model", "")
-        sessions = self.versions.sessions.get(name)
+        is_close = isinstance(frame, m.SessionClose)  # which needs no version of the model
+        sessions = self.versions.sessions_of(name) if is_close else self.versions.sessions.get(name)
         loaded = self.versions.find(name, frame.version if isinstance(frame, m.SessionBegin) else "")
         if sessions is not None:
             sessions.handle(peer, frame, loaded.pages.tokenizer if loaded is not None else "")

@@ -417,6 +417,28 @@ def test_sessions_over_the_socket(home: Path) -> None:
     gateway.link.close()
 
 
+def test_a_session_is_closed_while_its_model_is_not_loaded(home: Path) -> None:
+    digest = write_model(home)
+    gateway = Gateway(home)
+    with Scheduler(home, digest) as s, KvProcess(home):
+        s.wait_ready()
+        gateway.wait(is_up=True)
+        gateway.ask(m.SessionBegin(1, "tiny", "t", "s", create=True))
+        gateway.ask(m.SessionCommit(2, "tiny", "t", "s", 1, 0, array("i", words(1, 2)).tobytes()))
+    gateway.wait(is_up=False)
+    files = home / "state" / "sessions"
+    assert len(list(files.rglob("*.session"))) == 1
+    configure(home, preload=False)
+    with KvProcess(home):
+        gateway.wait(is_up=True)
+        assert gateway.ask(m.SessionClose(3, "tiny", "t", "s")) == m.SessionDone(3, "s", 0)
+        assert not list(files.rglob("*.session"))
+        gone = gateway.ask(m.SessionClose(4, "tiny", "t", "s"))
+        assert isinstance(gone, m.SessionRefused)
+        assert gone.code == "NOT_FOUND"
+    gateway.link.close()
+
+
 def test_the_first_frame_finds_its_sessions(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read before the first round of `_work`, as after a start while a gateway waits."""
     write_model(home)

@@ -51,7 +51,10 @@ class SessionAbort(Frame, tag="v"):
 
 
 class SessionClose(Frame, tag="z"):
-    """Remove the session, its tokens and its pages. Answered by `SessionDone`, or `SessionRefused` with NOT_FOUND."""
+    """Remove the session, its tokens and its pages; the model need not be loaded.
+
+    Answered by `SessionDone`, or `SessionRefused` with NOT_FOUND.
+    """
 
     id: int
     model: str

@@ -125,9 +125,7 @@ async def _close_session(request: web.Request) -> web.Response:
         service.admission.charge_attempt(request[CALLER])
         name, session_id = await read_body(request, service.config, "session_close")
         request[NAMES] = names_of({"model": name, "session_id": session_id})
-        model = service.catalog.resolve_adapter(name)[0]
-        left_s = service.config.server.request_timeout_ms / 1000
-        await service.admission.ensure_loaded(model, request[CALLER], left_s, needs_serving=True)
+        model = service.catalog.resolve_owner(name)  # which need not be loaded: the KV manager has its sessions
         await service.sessions.close(model, request[CALLER].tenant, session_id)
     return json_response({"model": model, "session_id": session_id, "closed": True})
 

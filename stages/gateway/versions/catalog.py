@@ -99,6 +99,16 @@ class VersionCatalog:
             raise ModelNotFound(f"model {model!r} has no adapter {adapter[:100]!r}; it has: {listed}", "model")
         return model, adapter
 
+    def resolve_owner(self, name: str) -> str:
+        """The model whose sessions a request names, also one that no request may load. Raises `ModelNotFound`."""
+        try:
+            return self.resolve_adapter(name)[0]
+        except ModelNotFound:
+            base = name.partition(":")[0]
+            if self.loadable.settings(base) is None:
+                raise
+            return base
+
     def adapters(self, name: str) -> list[str]:
         """Names of the adapters of the version of a model that new requests go to, or will."""
         mine = self.versions(name)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from pathlib import Path
 from pipeline.errors import Conflict, ModelUnavailable, StarlingError
 from pipeline.files import DiskErrors
 from pipeline.protocol import messages as m
-from shm.prefix_hash import RootHasher
+from shm.prefix_hash import PageHash, RootHasher
 from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_files import SessionFiles
 from stages.kv.sessions.session_moves import MOVED
@@ -28,6 +29,8 @@ from stages.kv.storage.persist import KEPT_VERSIONS
 log = logging.getLogger("starling.kv")
 
 TAG_DIGITS = 12  # hex digits of the tokenizer's digest in a directory's name
+# For sessions that are read before a version serves: none begins, and they have no pages.
+_NO_VERSION = (lambda salt: PageHash(b"")), sys.maxsize, SessionBounds(0, sys.maxsize)
 
 
 class ModelSessions:
@@ -39,6 +42,8 @@ class ModelSessions:
         self._directory = directory
         self._slug = slug
         self._stores: dict[str, SessionStore] = {}  # by tag: the first digits of the tokenizer's digest
+        # Of the last version that served: how its pages are hashed, and its bounds. None: there has been none.
+        self._version: tuple[RootHasher, int, SessionBounds] | None = None
         self._has_read = False
         self._unopened: set[str] = set()  # tags of directories that could not be opened
         self._errors = DiskErrors(log, "there are no sessions")
@@ -59,7 +64,7 @@ class ModelSessions:
 
     def store(self, tokenizer: str) -> SessionStore | None:
         """The store of a tokenizer (digest, hex); None before `open`, and when its files cannot be used."""
-        return self._stores.get(tokenizer[:TAG_DIGITS])
+        return self._stores.get(tokenizer[:TAG_DIGITS]) if self._version is not None else None
 
     def store_with(self, tokenizer: str, tenant: str, session_id: str) -> SessionStore | None:
         """The store that has the session or its tombstone; if none has, that of the tokenizer.
@@ -87,8 +92,21 @@ class ModelSessions:
 
         The version of the last call determines the page hashes.  None when the files cannot be used.
         """
-        tags = [tokenizer[:TAG_DIGITS]]
-        tags += sorted(self._unopened - {tags[0]})
+        tag = tokenizer[:TAG_DIGITS]
+        self._version = root_hash_of, page_tokens, bounds
+        self._open_stores(tag)
+        self._close_old_tokenizers(tag)
+        return self._stores.get(tag)
+
+    def read(self) -> None:
+        """Open the sessions though no version of the model is loaded: they can be closed, and expire."""
+        if not self.is_complete:
+            self._open_stores()
+
+    def _open_stores(self, *own: str) -> None:
+        """Open those with the tags `own`, those that could not be opened, and at the first call all that have files."""
+        root_hash_of, page_tokens, bounds = self._version or _NO_VERSION
+        tags = [*own, *sorted(self._unopened.difference(own))]
         has_read = self._has_read
         if not has_read:
             has_read = True
@@ -116,8 +134,6 @@ class ModelSessions:
                 self._errors.worked("open")
         self._has_read = has_read
         self.is_missing = not self.is_complete
-        self._close_old_tokenizers(tags[0])
-        return self._stores.get(tags[0])
 
     def _close_old_tokenizers(self, current_tag: str) -> None:
         """Close the sessions of all other tokenizers except the most recently used one, which may return.
@@ -140,12 +156,16 @@ class ModelSessions:
                     self._stores[tag].drop(session)
 
     def choose(self, frame: m.Frame, tokenizer: str) -> SessionStore | None:
-        """The store that `frame` is for; `tokenizer` is that of the frame's version. Raises `Conflict`."""
+        """The store that `frame` is for; `tokenizer` is that of the frame's version. Raises `Conflict`, `NotFound`."""
         current = self.store(tokenizer)
+        if isinstance(frame, m.SessionBegin) and self._version is None:
+            return None
         if not isinstance(frame, m.SessionBegin | m.SessionCommit | m.SessionAbort | m.SessionClose):
             return current
         stores = [store for store in self._stores.values() if store.holds(frame.tenant, frame.session)]
         if not stores or current in stores:
+            if current is None and self.is_complete and isinstance(frame, m.SessionClose):
+                raise SessionStore.unknown(frame.session)
             return current
         if isinstance(frame, m.SessionBegin) and frame.resume <= 0:
             raise Conflict(

@@ -5,7 +5,7 @@ pressure can cost time but cannot change an answer.  A session has one turn at a
 leaves its tokens as they were; it counts as a use all the same.  Closing and expiry drop the tokens; the hashes of
 pages that no other session has are collected in `freed`, so that the stage can free these pages at once.
 
-Turns are numbered and a commit names its turn.  A restarted kv stage does not know which turns are in progress: of two
+Turns are numbered and a commit names its turn.  A restarted kv stage has no record of the turns in progress: of two
 commits with the same number the first one wins and the second is a conflict.
 
 Sessions move to other agents of a fleet: session_transfer.py.
@@ -148,7 +148,7 @@ class SessionStore:
             if session_id and self.files.is_unread(tenant, session_id):
                 raise self._unreadable(session_id)
             if not create:
-                raise self._unknown(session_id)
+                raise self.unknown(session_id)
             session = self._create(tenant, session_id, ttl_s, salt)
         if resume > 0 and resume != session.turn:
             return session  # that turn was committed, and its answer was lost: no turn begins
@@ -173,7 +173,7 @@ class SessionStore:
         session = self._known(tenant, session_id)
         self.check_here(session)
         if session is None:
-            raise self._unknown(session_id)
+            raise self.unknown(session_id)
         if turn == session.turns and self._is_last(session, base, tokens):
             return session  # a repeated frame
         if turn != session.turn or (session.holder and session.holder != holder):
@@ -236,7 +236,7 @@ class SessionStore:
         if session is not None:
             self.drop(session)
         if session is None or is_expired:
-            raise self._unknown(session_id)
+            raise self.unknown(session_id)
 
     def expire(self) -> int:
         """Remove expired sessions that have no turn in progress. Returns their number."""
@@ -397,7 +397,8 @@ class SessionStore:
         )
 
     @staticmethod
-    def _unknown(session_id: str) -> NotFound:
+    def unknown(session_id: str) -> NotFound:
+        """The error for a session that does not exist."""
         return NotFound(f"there is no session {session_id!r} (any more)", param="session_id")
 
     @staticmethod

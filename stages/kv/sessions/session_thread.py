@@ -111,7 +111,10 @@ class SessionThread:
         self._put(lambda: self._handle(holder, frame, tokenizer))
 
     def _handle(self, holder: bytes, frame: m.Frame, tokenizer: str) -> SessionResult:
-        may_choose = tokenizer or isinstance(frame, m.SessionAbort)  # a turn ends also without a version
+        # A turn and a session end also without a version.
+        may_choose = tokenizer or isinstance(frame, m.SessionAbort | m.SessionClose)
+        if isinstance(frame, m.SessionClose):
+            self._sessions.read()
         try:
             store = self._sessions.choose(frame, tokenizer) if may_choose else None
         except StarlingError as error:
