@@ -390,8 +390,8 @@ class OnDemandConfig(Section, frozen=True, kw_only=True):
     keep_alive: int | str = "5m"  # after the last request; seconds or a time like 5m; -1: never unloaded when idle
     max_models: Annotated[int, Meta(ge=0, le=1000)] = 0  # loaded at once; 0: as many as fit
     wait_ms: Milliseconds = 60_000  # for a load, of requests that are not streamed; then they get 503
-    max_waiting: Count = 64  # requests that wait for loads; more get 503
-    max_waiting_per_tenant: CountOrNone = 0  # 0: three quarters
+    max_waiting: Count = 64  # requests that wait for loads; more get 429
+    max_waiting_per_tenant: CountOrNone = 0  # without API keys of an address; 0: three quarters
 
 
 class RegistryConfig(Section, frozen=True, kw_only=True):

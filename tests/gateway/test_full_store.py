@@ -63,7 +63,7 @@ async def test_calls_beyond_a_bound_are_refused_and_no_computed_response_is(
         ):
             with pytest.raises(StarlingError, match="2 calls wait .*, the most of a tenant; try again later") as error:
                 await call
-            assert (error.value.code, error.value.status) == ("STORAGE_UNAVAILABLE", 503)
+            assert (error.value.code, error.value.status) == ("OVERLOADED", 429)
         with pytest.raises(StarlingError, match="the most of a tenant"):
             store.check_room("a")
         reads = [asyncio.create_task(store.body(tenant, "first")) for tenant in "bc"]
@@ -112,9 +112,9 @@ def test_requests_whose_response_would_be_stored_are_refused_before_they_are_com
 
                 async def refusal(method: str, path: str, body: Any = None) -> str:
                     async with client.request(method, server.make_url(path), json=body) as answer:
-                        assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+                        assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
                         error = (await answer.json())["error"]
-                        assert (error["code"], error["param"]) == ("STORAGE_UNAVAILABLE", "store")
+                        assert (error["code"], error["param"]) == ("OVERLOADED", "store")
                         return str(error["message"])
 
                 for method, path, body in (

@@ -13,7 +13,7 @@ from aiohttp.test_utils import make_mocked_request
 from pipeline.api.requests import generate
 from pipeline.protocol import messages as m
 from stages.gateway.http import text_endpoints
-from stages.gateway.http.context import CALLER, CLIENT_ID, STARTED_AT
+from stages.gateway.http.context import CALLER, CLIENT_ID, PRINCIPAL, STARTED_AT
 from stages.gateway.requests.state import RequestState
 from tests.gateway.on_demand import ANN, Gateway, with_gateway
 
@@ -31,7 +31,8 @@ def begin_stream(
 
     patch.setattr(service.admission, "admit", admit_and_note)
     request = make_mocked_request("POST", "/v1/generate")
-    request[CALLER], request[STARTED_AT], request[CLIENT_ID] = ANN, gateway.now, ""
+    request[CALLER], request[PRINCIPAL] = ANN, ANN.principal
+    request[STARTED_AT], request[CLIENT_ID] = gateway.now, ""
     generation = generate.read({"prompt": [1, 2, 3], "max_tokens": 4, "model": "b", "stream": True, **body})
     handling = text_endpoints._admit_and_serve(request, service, generation, None)
     return asyncio.get_running_loop().create_task(handling)

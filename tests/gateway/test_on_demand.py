@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
+from aiohttp import ClientResponse, ClientSession, ClientTimeout, TCPConnector
+from aiohttp.test_utils import TestServer
 
 from pipeline.api.keys import Caller
 from pipeline.config import paths
@@ -14,8 +17,11 @@ from pipeline.errors import ConfigError
 from pipeline.models.store import damaged
 from pipeline.models.versions import write_failure
 from pipeline.protocol import messages as m
+from stages.gateway.http.app import make_app
 from stages.gateway.requests.readers import FanOutSink
 from tests.gateway.on_demand import ANN, BOB, Gateway, refused, with_gateway
+
+LIMIT = ClientTimeout(60)
 
 
 def test_requests_share_one_load_and_are_submitted_before_it_is_complete(tmp_path: Path) -> None:
@@ -63,13 +69,13 @@ def test_who_waits_is_bounded_in_all_and_for_each_tenant(tmp_path: Path) -> None
     async def test(gateway: Gateway) -> None:
         tasks = [gateway.ask("b", ANN), gateway.ask("b", ANN)]
         await gateway.until(lambda: gateway.service.on_demand.waiting.held == 2)
-        error = await refused(gateway.ask("c", ANN))
-        assert error.headers() == {"Retry-After": "5"}
+        error = await refused(gateway.ask("c", ANN), "OVERLOADED")
+        assert (error.status, error.headers()) == (429, {"Retry-After": "5"})
         own = "2 of your requests wait for loads, and at most 2 may (on_demand.max_waiting_per_tenant)"
         assert error.message == f"model 'c' is not loaded; {own}; try again"
         tasks.append(gateway.ask("c", BOB))
         await gateway.until(lambda: gateway.service.on_demand.waiting.held == 3)
-        error = await refused(gateway.ask("b", Caller("cid")))
+        error = await refused(gateway.ask("b", Caller("cid")), "OVERLOADED")
         assert "; 3 requests wait for loads, and at most 3 may (on_demand.max_waiting); " in error.message
         assert await gateway.ask("a", ANN)  # a loaded model is not concerned
         tasks[0].cancel()
@@ -78,6 +84,69 @@ def test_who_waits_is_bounded_in_all_and_for_each_tenant(tmp_path: Path) -> None
             task.cancel()
 
     with_gateway(tmp_path, test, max_waiting=3, max_waiting_per_tenant=2)
+
+
+def test_without_keys_each_address_has_its_share_of_the_places(tmp_path: Path) -> None:
+    async def test(gateway: Gateway) -> None:
+        waiting = gateway.service.on_demand.waiting
+        async with (
+            TestServer(make_app(gateway.config, gateway.service, None)) as server,
+            ClientSession(connector=TCPConnector(local_addr=("127.0.0.1", 0))) as one,
+            ClientSession(connector=TCPConnector(local_addr=("127.0.0.2", 0))) as other,
+        ):
+
+            def post(client: ClientSession) -> asyncio.Task[ClientResponse]:
+                body = {"model": "b", "prompt": [1, 2, 3], "max_tokens": 4}
+                return asyncio.create_task(client.post(server.make_url("/v1/generate"), json=body))
+
+            posts = [post(one) for _ in range(3)]
+            await gateway.until(lambda: waiting.held == 3)
+            refusal = await post(one)
+            assert (refusal.status, refusal.headers["Retry-After"]) == (429, "5")
+            assert "3 of your requests wait" in (await refusal.json())["error"]["message"]
+            posts.append(post(other))
+            await gateway.until(lambda: waiting.held == 4)
+            for one_post in posts:
+                one_post.cancel()
+            await asyncio.gather(*posts, return_exceptions=True)
+
+    with_gateway(tmp_path, test, max_waiting=4)
+
+
+def test_a_session_is_closed_without_loading_its_model(tmp_path: Path) -> None:
+    async def test(gateway: Gateway) -> None:
+        sessions = gateway.service.sessions
+        sent: list[m.Frame] = []
+
+        def answer(frame: m.Frame) -> bool:
+            sent.append(frame)
+            assert isinstance(frame, m.SessionClose)
+            asyncio.get_running_loop().call_soon(sessions.on_frame, m.SessionDone(frame.id, frame.session, 0))
+            return True
+
+        sessions._send_frame = answer
+        gateway.service.on_kv_up(m.Hello("kv", 1, 1, 1))
+        async with (
+            TestServer(make_app(gateway.config, gateway.service, None)) as server,
+            ClientSession(timeout=LIMIT) as client,
+        ):
+
+            async def close(model: str) -> tuple[int, dict[str, Any]]:
+                body = {"model": model, "session_id": "s"}
+                async with client.post(server.make_url("/v1/session/close"), json=body) as response:
+                    return response.status, await response.json()
+
+            closed = 200, {"model": "b", "session_id": "s", "closed": True}
+            assert await close("b") == closed
+            gateway.loader.unload("b", "change", 60.0)  # by an operator: no request loads it
+            await refused(gateway.ask("b"), "MODEL_NOT_FOUND")
+            assert await close("b") == await close("b:adapter") == closed
+            assert not gateway.catalog.versions("b")
+            status, body = await close("absent")
+            assert (status, body["error"]["code"]) == (404, "MODEL_NOT_FOUND")
+        assert [getattr(frame, "model", "") for frame in sent] == ["b"] * 3
+
+    with_gateway(tmp_path, test)
 
 
 def test_a_request_waits_up_to_a_limit_and_a_stream_as_long_as_it_has_time(tmp_path: Path) -> None:
@@ -144,7 +213,7 @@ def test_an_idle_model_stays_loaded_while_a_request_waits_until_it_is_ready(tmp_
         await gateway.use("b")
         readiness = gateway.service.readiness
         readiness.plugin_problem = lambda: "it restarts"
-        task = asyncio.ensure_future(gateway.service.admission.ensure_loaded("b", ANN, 30.0))
+        task = asyncio.ensure_future(gateway.service.admission.ensure_loaded("b", ANN, ANN.tenant, 30.0))
         await asyncio.sleep(0)
         gateway.now += 2.0
         gateway.tick()

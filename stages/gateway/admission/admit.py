@@ -73,6 +73,7 @@ class _Call(NamedTuple):
     context: TraceContext | None
     adapter: str = ""  # name of the LoRA adapter that it asks for
     weights: str = ""  # digest of those that alone may compute it; "": any
+    principal: str = ""  # whom bounds on requests apply to
 
 
 class Admission:
@@ -137,6 +138,7 @@ class Admission:
         self,
         model: str,
         caller: Caller,
+        principal: str,
         left_s: float,
         *,
         is_streamed: bool = False,
@@ -145,11 +147,11 @@ class Admission:
     ) -> None:
         """Wait until a version of the model takes requests; load the model if no request has done so.
 
-        left_s: of the request's time.  keep_alive: how long the model stays after the request, as the client gives it
-        (s).  Raises `StarlingError`.
+        principal: whose share of the places of waiting requests it takes.  left_s: of the request's time.  keep_alive:
+        how long the model stays after the request, as the client gives it (s).  Raises `StarlingError`.
         """
         with self._in_flight.admitting(model):  # else an idle model could be unloaded before it is used
-            await self._on_demand.version(model, caller.tenant, left_s, is_streamed, needs_serving)
+            await self._on_demand.version(model, principal, left_s, is_streamed, needs_serving)
             self._on_demand.used(model, caller.tenant, keep_alive)
             if self._catalog.serving(model) is not None:
                 await self._readiness.wait_ready(model, min(READY_WAIT_S, left_s))
@@ -175,10 +177,11 @@ class Admission:
         name: RequestName | None = None,
         context: TraceContext | None = None,
         weights: str = "",
+        principal: str = "",
     ) -> RequestState:
         """The request, ready to be started. Raises `StarlingError`. The caller holds a `slot`.
 
-        `weights`: see pipeline/api/weights_header.py.
+        `weights`: see pipeline/api/weights_header.py.  `principal`: as in `ensure_loaded`; "": the caller's.
         """
         self._received.count()
         model, adapter = self._catalog.resolve_adapter(generation.model)
@@ -187,7 +190,9 @@ class Admission:
             name.id, started_at, tenant=caller.tenant, model=model, client_id=client_id or name.id, context=context
         )
         try:
-            call = _Call(caller, started_at, client_id, name, trace, context, adapter, weights)
+            call = _Call(
+                caller, started_at, client_id, name, trace, context, adapter, weights, principal or caller.principal
+            )
             state = await self._admit(model, generation, call)
         except BaseException:
             self._timelines.withdraw(trace)
@@ -208,6 +213,7 @@ class Admission:
             await self.ensure_loaded(
                 model,
                 call.caller,
+                call.principal,
                 left_s,
                 is_streamed=generation.stream or generation.is_in_background,
                 needs_serving=generation.session_id is not None or bool(call.adapter),

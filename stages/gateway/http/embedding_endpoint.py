@@ -162,7 +162,7 @@ async def _pool(
         raise refusal
     with service.in_flight.admitting(model):
         left_s = deadline - service.clock()
-        await service.admission.ensure_loaded(model, caller, left_s, keep_alive=keep_alive)
+        await service.admission.ensure_loaded(model, caller, request[PRINCIPAL], left_s, keep_alive=keep_alive)
         with service.admission.serving_version(model) as version, service.on_demand.using(model, caller, keep_alive):
             described = service.loaded.described[version.id]
             pooling = pooling_of(version, described)

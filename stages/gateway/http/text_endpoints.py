@@ -176,9 +176,9 @@ async def _admit(
     output = request.get(CONTINUED)
     if output is not None and (name is None or generation.session_id is not None):
         raise InvalidRequest(f"{OUTPUT} needs {NAME} and a request without a session", OUTPUT)
-    state = await service.admission.admit(
-        generation, request[CALLER], request[STARTED_AT], request[CLIENT_ID], name, request.get(TRACE), weights
-    )
+    caller, principal, client_id = request[CALLER], request[PRINCIPAL], request[CLIENT_ID]
+    started_at, context = request[STARTED_AT], request.get(TRACE)
+    state = await service.admission.admit(generation, caller, started_at, client_id, name, context, weights, principal)
     if plugins is not None:
         state.set_plugins(plugins.chain())
     if output is not None:

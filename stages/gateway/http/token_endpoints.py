@@ -33,7 +33,7 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
         body = await read_body(request, service.config, "tokenize")
         model = service.catalog.resolve_adapter(body.model)[0]
         service.admission.charge_tokens(request[CALLER], -(-len(body.text.encode()) // CHARGED_BYTES))
-        await service.admission.ensure_loaded(model, request[CALLER], _left_s(request))
+        await service.admission.ensure_loaded(model, request[CALLER], request[PRINCIPAL], _left_s(request))
         with service.admission.serving_version(model) as version:
             encoded = await service.tokenizer.encode(
                 version.id,
@@ -63,7 +63,7 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
         generation = await read_body(request, service.config, "count_tokens")
         model = service.catalog.resolve_adapter(generation.model)[0]
         service.admission.charge_tokens(request[CALLER], -(-text_characters(generation) // CHARGED_BYTES))
-        await service.admission.ensure_loaded(model, request[CALLER], _left_s(request))
+        await service.admission.ensure_loaded(model, request[CALLER], request[PRINCIPAL], _left_s(request))
         with service.admission.serving_version(model) as version:
             described = await service.readiness.describe(version)
             bounds = Bounds(MAX_PROMPT_IDS + 1, 0, 0)
@@ -80,7 +80,7 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
         body = await read_body(request, service.config, "detokenize")
         model = service.catalog.resolve_adapter(body.model)[0]
         service.admission.charge_tokens(request[CALLER], len(body.tokens))
-        await service.admission.ensure_loaded(model, request[CALLER], _left_s(request))
+        await service.admission.ensure_loaded(model, request[CALLER], request[PRINCIPAL], _left_s(request))
         with service.admission.serving_version(model) as version:
             described = await service.readiness.describe(version)
             check_range(body.tokens, "tokens[{}]", "tokens", described.vocab_size)

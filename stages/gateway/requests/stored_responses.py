@@ -32,7 +32,7 @@ from pipeline.api.conversation_object import TooLargeError
 from pipeline.api.requests.conversations import ConversationItem
 from pipeline.call_queue import CallQueue
 from pipeline.config.schema import StoredResponsesConfig
-from pipeline.errors import StarlingError
+from pipeline.errors import Overloaded, StarlingError
 from stages.gateway.requests import stored_conversations as conversations
 from stages.gateway.requests import stored_sizes as sizes
 
@@ -339,9 +339,8 @@ class StoredResponses:
             self._db = None
 
 
-def _full(n: int, whose: str) -> StarlingError:
-    return StarlingError(
-        "STORAGE_UNAVAILABLE",
+def _full(n: int, whose: str) -> Overloaded:
+    return Overloaded(
         f"{n} calls wait for stored responses and conversations, the most {whose}; try again later, or send "
         '"store": false without a conversation, and check the disk of server.state_dir',
         "store",

@@ -2,7 +2,7 @@
 
 The first request starts the load, and later ones wait for the same.  A request is admitted to the version as soon as
 its vocabulary is known, so that it is in the journal while the workers still start; the scheduler queues it.  How many
-requests wait is bounded, in all and for each tenant, and so is the time.
+requests wait is bounded, in all and for each principal (pipeline/api/fair_shares.py), and so is the time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.api.fair_shares import FairShares, Refusal
 from pipeline.api.keys import Caller
 from pipeline.config.schema import Config
-from pipeline.errors import ModelUnavailable, StarlingError
+from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
 from pipeline.models.versions import ModelVersion
 from stages.gateway.admission.server_readiness import ServerReadiness
 from stages.gateway.versions import load_errors
@@ -24,7 +24,7 @@ from stages.gateway.versions.loaded_versions import LoadedVersions
 from stages.gateway.versions.loader import Change, Loader
 from stages.gateway.versions.model_use import ModelUse
 
-RETRY_AFTER_S = 5.0  # of a 503
+RETRY_AFTER_S = 5.0  # of a 429 or 503
 SHOWN_STATES = {"serving": "loaded", "loading": "loading", "retiring": "unloading"}  # to clients
 POLL_S = 0.5  # between two checks without an event
 
@@ -112,24 +112,25 @@ class OnDemand:
                 self.failed(model, error)
 
     async def version(
-        self, model: str, tenant: str, left_s: float, is_streamed: bool = False, needs_serving: bool = False
+        self, model: str, principal: str, left_s: float, is_streamed: bool = False, needs_serving: bool = False
     ) -> ModelVersion:
         """The version to admit a request to; loads the model if necessary. `left_s`: of the request's time.
 
         With `needs_serving` it waits until the version serves: the tokens of a session are at the KV manager, and the
         digests of adapters are known then.
 
-        Raises `ModelUnavailable` if too many requests wait or the time is over, or the error of the load.
+        `principal`: whose share of the places it takes.  Raises `Overloaded` if too many requests wait,
+        `ModelUnavailable` if the time is over, or the error of the load.
         """
         found = self.usable(model, needs_serving)
         if found is not None:
             return found
         if (error := self._error_of(model)) is not None:
             raise error
-        self._check_queue(model, tenant)
+        self._check_queue(model, principal)
         wait_s = left_s if is_streamed else min(left_s, self._wait_s)
         deadline = self._clock() + wait_s
-        with self.waiting.taken(tenant):
+        with self.waiting.taken(principal):
             change: Change | None = None
             while (found := self.usable(model, needs_serving)) is None:
                 if refusal := self._readiness.refusal(model) or self._readiness.unloading(model):
@@ -168,20 +169,18 @@ class OnDemand:
                 return version
         return None
 
-    def _check_queue(self, model: str, tenant: str) -> None:
+    def _check_queue(self, model: str, principal: str) -> None:
         waiting = self.waiting
-        refusal = waiting.refusal(tenant)
+        refusal = waiting.refusal(principal)
         if refusal is None:
             return
         bound = f"{waiting.held} requests wait for loads, and at most {waiting.total} may (on_demand.max_waiting)"
         if refusal is Refusal.SHARE:
             bound = (
-                f"{waiting.held_by(tenant)} of your requests wait for loads, and at most {waiting.share} may "
+                f"{waiting.held_by(principal)} of your requests wait for loads, and at most {waiting.share} may "
                 f"(on_demand.max_waiting_per_tenant)"
             )
-        raise ModelUnavailable(
-            f"model {model!r} is not loaded; {bound}; try again", "model", retry_after_s=RETRY_AFTER_S
-        )
+        raise Overloaded(f"model {model!r} is not loaded; {bound}; try again", "model", retry_after_s=RETRY_AFTER_S)
 
     # ---------------------------------------------------------------- loads that failed
 
