@@ -1,4 +1,4 @@
-"""The owner of a sequence's KV pages, as far as the cache salt tells.
+"""The owner of a sequence's KV pages, as far as the cache salt says.
 
     OWNER            the tenant's salt of the API key (`Caller.salted`); "": tenants share the pages
     OWNER NUL HEX    at an engine behind an orchestrator, which has one key for all its tenants: HEX is the salt that it
@@ -29,7 +29,7 @@ def owner_of(salt: str) -> str:
 
 
 def key_owner(owner: str) -> str:
-    """The part of an owner that an engine's API keys tell apart; "": none does."""
+    """The part of an owner that an engine's API keys distinguish; "": none does."""
     return owner.partition("\0")[0]
 
 

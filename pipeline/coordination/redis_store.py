@@ -43,7 +43,7 @@ log = logging.getLogger("starling.coordination")
 KEPT_EVENTS = 10_000
 KEPT_BYTES = 64 << 20  # of events
 CALL_S = 5.0  # until a call without an answer fails
-LOOK_S = 0.25  # between two looks at the leases, and of a watcher that waits
+CHECK_S = 0.25  # between two checks of the leases, and of a watcher that waits
 RECONNECT_S = 0.2  # between two attempts to watch
 MAX_LIVES = 8  # of the server, during one call
 MAX_CONNECTIONS = 64
@@ -102,7 +102,7 @@ class RedisStore(CoordinationStore):
         self._revision = 0  # the greatest one that was seen
         self._seen = SeenLeases()
         self._own = OwnKeys()
-        self._looked = -math.inf
+        self._checked = -math.inf
         self._has_answered = False
         self._free = asyncio.Semaphore(MAX_CONNECTIONS - MAX_WAITING)  # connections; the client's pool would refuse
         self._free_to_wait = asyncio.Semaphore(MAX_WAITING)
@@ -190,9 +190,9 @@ class RedisStore(CoordinationStore):
                 await asyncio.sleep(RECONNECT_S)
 
     async def _wait(self, seen: int) -> None:
-        """Wait for a change after a revision, but not longer than `LOOK_S`."""
+        """Wait for a change after a revision, but not longer than `CHECK_S`."""
         after = {self._keys[-1]: f"{seen}-{_LAST}"}
-        read = partial(self._client.xread, after, count=1, block=int(LOOK_S * 1000))
+        read = partial(self._client.xread, after, count=1, block=int(CHECK_S * 1000))
         await self._answer(read, self._free_to_wait)
 
     # ------------------------------------------------------------------ calls
@@ -205,7 +205,7 @@ class RedisStore(CoordinationStore):
         for _ in range(MAX_LIVES):
             now, asked = self._clock(), self._seen.serial
             over = self._seen.over(now)
-            wants_leases = now >= self._looked + LOOK_S
+            wants_leases = now >= self._checked + CHECK_S
             sent = [self._run, self._era, int(self._is_durable), self._revision, int((now - self._since) * 1000)]
             sent += [self._kept_events, KEPT_BYTES, int(wants_leases), len(over)]
             for lease, entry in over:
@@ -222,7 +222,7 @@ class RedisStore(CoordinationStore):
                 self._seen.drop(lease)
             self._has_answered = True
             if leases is not None:
-                self._looked = now
+                self._checked = now
                 self._seen.see_all(zip(leases[::2], leases[1::2]), now, asked)
             self._revision = max(self._revision, int(revision))
             return result, int(revision)
@@ -234,7 +234,7 @@ class RedisStore(CoordinationStore):
             self._is_durable = await self._look_at_settings()
         self._run, self._era, self._since = run, era or self._era, self._clock()
         self._seen.forget()
-        self._looked = -math.inf
+        self._checked = -math.inf
 
     async def _look_at_settings(self) -> bool:
         """Whether the server's data outlive it. Raises `ConfigError` if it removes keys by itself."""

@@ -8,12 +8,12 @@
 Every call is one transaction, which first ends the leases that are over.  SQLite's lock orders those that write, and
 the reads of watchers (`BEGIN IMMEDIATE`).  `get` and `scan` wait for none of them unless a lease is over.  A killed
 process leaves no half transaction.  After a reboot the clock starts anew, so that all leases end.  If the file is
-removed or replaced, every process goes on with the one that has its name: it knows no leases, and watchers get a new
+removed or replaced, every process goes on with the one that has its name: it has no leases, and watchers get a new
 snapshot.
 
 A watcher sleeps until the kernel reports a change of the file (file_changes.py), or the next lease ends, and reads the
-events.  It reads at most every `READ_S`, and looks at `PRAGMA data_version`, which costs microseconds, every `LOOK_S`
-without a report.  Where the kernel has no descriptor for reports, or the file is a link, it looks every `POLL_S`.
+events.  It reads at most every `READ_S`, and compares `PRAGMA data_version`, which costs microseconds, every `CHECK_S`
+without a report.  Where the kernel has no descriptor for reports, or the file is a link, it reads every `POLL_S`.
 
 A commit is reported to the watchers of all processes while its writer still holds the lock.  Each waits up to `READ_S`
 more, at random, before it reads: else all would queue for the lock at once, in the threads that also renew leases.
@@ -58,7 +58,7 @@ KEPT_EVENTS = 10_000
 BUSY_S = 5.0  # how long a transaction waits for those of other processes
 MAX_CALLS = 4096  # of a process, several for each request that an orchestrator may have in flight by default
 READ_S = 0.02  # between two reads of a watcher, so that many changes in a row cost few transactions
-LOOK_S = 1.0  # between two looks of a watcher to which no change is reported
+CHECK_S = 1.0  # between two checks of a watcher to which no change is reported
 POLL_S = 0.02  # likewise where changes cannot be reported
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class SqliteStore(CoordinationStore):
         clock: Callable[[], float] = time.monotonic,
         boot: Callable[[], str] = boot_id,
         kept_events: int = KEPT_EVENTS,
-        look_s: float = LOOK_S,
+        check_s: float = CHECK_S,
         jitter: Callable[[], float] = random.random,
         max_calls: int = MAX_CALLS,
     ) -> None:
@@ -131,7 +131,7 @@ class SqliteStore(CoordinationStore):
         self._clock = clock
         self._boot = boot()
         self._kept_events = kept_events
-        self._look_s = look_s
+        self._check_s = check_s
         self._jitter = jitter
         self._has_said_that_it_polls = False
         self._changes = FileChanges(path)
@@ -274,7 +274,7 @@ class SqliteStore(CoordinationStore):
                     break
                 if not is_armed:
                     await asyncio.sleep(min(POLL_S, left_s))
-                elif await self._changes.wait(serial, min(self._look_s, left_s)):
+                elif await self._changes.wait(serial, min(self._check_s, left_s)):
                     break
             await asyncio.sleep(max(0.0, read_at + READ_S - loop.time()) + self._jitter() * READ_S)
 

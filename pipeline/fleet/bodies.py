@@ -115,10 +115,10 @@ class UnloadModelRequest(Request, frozen=True, kw_only=True):
 
 
 class PrefixCursor(Request, frozen=True, kw_only=True):
-    """How far an orchestrator knows the prefixes of one start of an engine."""
+    """How many changes an orchestrator has of the prefixes of one start of an engine."""
 
     incarnation: Annotated[str, Meta(max_length=128)]  # of the engine
-    number: Annotated[int, Meta(ge=0)] = 0  # of the last change; 0: it knows none
+    number: Annotated[int, Meta(ge=0)] = 0  # of the last change; 0: it has none
 
 
 class HeartbeatRequest(Request, frozen=True, kw_only=True, omit_defaults=True):
@@ -128,7 +128,7 @@ class HeartbeatRequest(Request, frozen=True, kw_only=True, omit_defaults=True):
     extend_lease: bool = False  # serve on for another lease while the agent cannot reach the store
     # Which models' prefixes to publish, from where. Sent to agents that say that they publish them.
     prefixes_after: Annotated[dict[ModelId, PrefixCursor], Meta(max_length=64)] = {}
-    signed: Annotated[tuple[SignedUrls, ...], Meta(max_length=64)] = ()  # for models that the agent was told to load
+    signed: Annotated[tuple[SignedUrls, ...], Meta(max_length=64)] = ()  # for models that the agent was asked to load
 
 
 class GivePagesRequest(Request, frozen=True, kw_only=True, omit_defaults=True):
@@ -182,7 +182,7 @@ class TakePrefixesRequest(Request, frozen=True, kw_only=True, omit_defaults=True
     ticket: Annotated[str, Meta(pattern="^[0-9A-Za-z_-]{16,64}$")]  # of the source's answer
     bytes: Annotated[int, Meta(gt=0, le=1 << 40)]  # likewise
     timeout_ms: Annotated[int, Meta(ge=1, le=60_000)]
-    tenant: Annotated[str, Meta(max_length=130)]  # their owner, as the engine knows it; "": everybody's
+    tenant: Annotated[str, Meta(max_length=130)]  # their owner, as the engine names it; "": everybody's
     uses: Annotated[int, Meta(ge=1, le=2**32 - 1)]  # of the least used one
     idle_s: Annotated[float, Meta(ge=0, le=MAX_IDLE_S)]  # since the last use of that which was used longest ago
     account: Tenant = ""  # the tenant's name; "": not known. Sent to agents that say that they count by it
@@ -291,7 +291,7 @@ class HotPrefix(msgspec.Struct, frozen=True, kw_only=True):
 
     tail: str  # hash of its last page, hex
     names: bytes  # of its pages, the first one first: u64 little-endian (pipeline/api/page_names.py)
-    tenant: str  # their owner, as the engine knows it (pipeline/api/page_owner.py); "": everybody's
+    tenant: str  # their owner, as the engine names it (pipeline/api/page_owner.py); "": everybody's
     uses: int  # sequences that have held the last page
     idle_s: float  # since then
 
@@ -328,7 +328,7 @@ class GiveSessionResponse(msgspec.Struct, frozen=True, kw_only=True):
     move: str
     tokens: int = 0  # of the session; 0: an older release does not say
     tails: tuple[str, ...] = ()  # hashes of its last pages, hex, the last one first: those that are here can be sent
-    owner: str = ""  # of its pages, as the engine knows it; "": everybody's
+    owner: str = ""  # of its pages, as the engine names it; "": everybody's
 
 
 class TakeSessionResponse(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """The list of denied certificates, followed while the process runs: serial numbers and names, one a line.
 
 It is read by itself, so that a certificate that cannot be used at that moment does not hold a denial back.  New
-contents are read once they have stood unchanged from one look to the next.  A list with an error changes nothing, and
+contents are read once they have stood unchanged from one check to the next.  A list with an error changes nothing, and
 is logged.
 """
 
@@ -25,7 +25,7 @@ _NAME = re.compile(r"(?:agent|orchestrator|monitor):[A-Za-z0-9][A-Za-z0-9._-]{0,
 _SERIAL = re.compile(r"[0-9A-Fa-f]+(:[0-9A-Fa-f]+)*")
 
 _State = tuple[int, ...] | None
-_UNREAD: _State = ()  # of no file: it is read again at the next look
+_UNREAD: _State = ()  # of no file: it is read again at the next check
 
 
 class DeniedList:
@@ -40,12 +40,12 @@ class DeniedList:
         if path:
             self.entries = read_denied(read_file(path, PARAM), path)
         self._refusal = ""  # the last one, which is logged
-        self._next_look = clock() + follower.LOOK_S
+        self._next_check = clock() + follower.CHECK_S
         self._task: asyncio.Task[None] | None = None
 
     def tick(self) -> None:
-        """Look at the file if it is time, unless a look is under way."""
-        if self._path and self._task is None and self._clock() >= self._next_look:
+        """Check the file if it is time, unless a check is under way."""
+        if self._path and self._task is None and self._clock() >= self._next_check:
             self._task = asyncio.get_running_loop().create_task(self._look())
 
     async def _look(self) -> None:
@@ -55,7 +55,7 @@ class DeniedList:
                 self.entries = found
                 log.info("took a new list of denied certificates", extra={"file": self._path, "entries": len(found)})
         finally:
-            self._next_look = self._clock() + follower.LOOK_S
+            self._next_check = self._clock() + follower.CHECK_S
             self._task = None
 
     def _read_changed(self) -> frozenset[str] | None:

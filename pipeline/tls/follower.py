@@ -1,6 +1,6 @@
-"""Follows the certificate's files while a server runs: a thread looks at them, so that a slow disk delays no stream.
+"""Follows the certificate's files while a server runs: a thread checks them, so that a slow disk delays no stream.
 
-New files are read once they have stood unchanged from one look to the next, since certificate and key are seldom
+New files are read once they have stood unchanged from one check to the next, since certificate and key are seldom
 replaced together.  Files that cannot be used change nothing, and are logged once: the certificate that was good stays.
 """
 
@@ -18,10 +18,10 @@ from pipeline.tls.kept import KeptCertificate
 
 log = logging.getLogger("starling.tls")
 
-LOOK_S = 2.0  # between two looks
+CHECK_S = 2.0  # between two checks
 
 _State = tuple[tuple[int, int, int, int, int] | None, ...]
-_UNREAD: _State = (None,) * 9  # of no files: they are read again at each look
+_UNREAD: _State = (None,) * 9  # of no files: they are read again at each check
 
 
 class CertificateFollower:
@@ -56,7 +56,7 @@ class CertificateFollower:
             )
         on_change(first.leaf)
         self._kept.store(first.contents)
-        self._next_look = clock() + LOOK_S
+        self._next_check = clock() + CHECK_S
         self._task: asyncio.Task[None] | None = None
 
     def _first(self) -> Certificate:
@@ -75,13 +75,13 @@ class CertificateFollower:
         return found
 
     def tick(self) -> None:
-        """Look at the files if it is time, unless a look is under way."""
-        if self._task is None and self._clock() >= self._next_look:
+        """Check the files if it is time, unless a check is under way."""
+        if self._task is None and self._clock() >= self._next_check:
             self._task = asyncio.get_running_loop().create_task(self._look())
 
     def look_soon(self) -> None:
-        """Let the next tick look and read the files as they are."""
-        self._next_look = 0.0
+        """Let the next tick check and read the files as they are."""
+        self._next_check = 0.0
         self._state = ()
 
     async def _look(self) -> None:
@@ -92,7 +92,7 @@ class CertificateFollower:
                 log.info("took a new certificate", extra={"file": self._files.cert, "not_after": found.not_after})
         finally:
             if self._state:  # otherwise another one was requested meanwhile, and is due
-                self._next_look = self._clock() + LOOK_S
+                self._next_check = self._clock() + CHECK_S
             self._task = None
 
     def _read_changed(self) -> Certificate | None:

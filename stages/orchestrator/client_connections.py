@@ -25,7 +25,7 @@ from stages.orchestrator.event_response import MIN_READ_BYTES, WRITE_TIMEOUT_S, 
 
 SPARE = 256  # beyond two for each request in flight: idle connections, probes, requests that are refused
 OTHER_FILES = 384  # of this process, besides clients' connections: refused ones, the store, logs, some of agents
-CHECK_S = 1.0  # between two looks at all of them
+CHECK_S = 1.0  # between two checks of all of them
 PROBE_S, PROBE_AGAIN_S = 1.0, 10.0
 REFUSAL_S = 1.0  # for the client of a refused connection to read the response
 MAX_REFUSALS = 256  # that wait for it; further connections are closed without a response

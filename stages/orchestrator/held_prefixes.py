@@ -1,8 +1,8 @@
 """The prefixes of prompts that each engine holds, for the term `kv_hit`.
 
     published   agents name the pages that their engines hold, and what has changed since the last poll
-    named       an engine's answer names the pages of its prompt; since then this orchestrator knows which page the text
-                of a block ends in, at each engine of the version
+    named       an engine's answer names the pages of its prompt; since then this orchestrator stores which page a
+                block of text ends in, at each engine of the version
     sent        what was sent within `RECENT_S` counts as held: its pages may not be published yet.  Of engines whose
                 agents publish nothing, everything that was sent counts (prefixes.py)
 

@@ -84,7 +84,7 @@ class PrefixMove(msgspec.Struct, kw_only=True):
 
     model: str
     tail: str  # hash of its last page
-    tenant: str  # their owner, as engines know it
+    tenant: str  # their owner, as engines name it
     pages: int
     uses: int
     target: str = ""  # agent
@@ -371,7 +371,7 @@ def report(moves: list[PrefixMove]) -> list[Any]:
     """As operators see it."""
     shown: list[dict[str, Any]] = [msgspec.to_builtins(move) for move in moves]
     for one in shown:
-        del one["tenant"]  # as engines know it: the salt of its pages
+        del one["tenant"]  # as engines name it: the salt of its pages
     return shown
 
 

@@ -1,4 +1,4 @@
-"""What the orchestrator knows from the coordination store: agents, cordons, placements, quotas, as they change.
+"""What the orchestrator reads from the coordination store: agents, cordons, placements, quotas, as they change.
 
     follow   applies the store's updates; while it is down, what is known stays
     probe    asks the store now and then: a watch alone does not notice one that takes no writes

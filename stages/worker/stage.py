@@ -75,7 +75,7 @@ log = logging.getLogger("starling.worker")
 
 PREPARE_S = 3600.0  # longest preparation: a large download, during which heartbeats and progress go on
 SPIN_NS = 60_000  # polling of the head counter before sleeping
-ARRIVAL_POLL_S = 0.002  # between two looks at the weights that a step waits for; a frame ends it
+ARRIVAL_POLL_S = 0.002  # between two checks of the weights that a step waits for; a frame ends it
 
 
 class WorkerStage:

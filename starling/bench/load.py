@@ -18,7 +18,7 @@ import uvloop
 from starling.bench.connection import Sender, Target
 from starling.bench.response import UNFINISHED, ClientRequest, Response
 
-LOOK_S = 0.05  # longest time between two calls of `meanwhile`
+CHECK_S = 0.05  # longest time between two calls of `meanwhile`
 REFUSED_S = 0.1  # pause of a client after a failure, so that refusals do not become a storm of requests
 PRECISE_S = 0.003  # the last part of a wait, which a thread sleeps: the event loop's timers have 1 ms
 
@@ -125,7 +125,7 @@ async def _drive(
         async def watch() -> None:
             while True:
                 look(time.perf_counter())
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(CHECK_S)
 
         async def later(requests: list[ClientRequest], when: float) -> None:
             await sleep_until(when)

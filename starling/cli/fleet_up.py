@@ -29,7 +29,7 @@ from starling.launchers.local import END_S, LocalLauncher
 from starling.launchers.select import open_launcher
 
 CHECK_S = 0.1
-LOOK_S = 0.5  # between two looks whether the model is loaded
+LOADED_S = 0.5  # between two checks whether the model is loaded
 CALL_S = 2.0  # for an orchestrator that hangs; meanwhile no agent is started again
 
 
@@ -105,7 +105,7 @@ def _run(
             return code
         if not is_placed and client.is_ready():
             is_placed = _place(client, model, replicas)
-        if is_placed and not is_announced and time.monotonic() >= looked + LOOK_S:
+        if is_placed and not is_announced and time.monotonic() >= looked + LOADED_S:
             looked = time.monotonic()
             if not _is_loaded(client, model, replicas):
                 continue

@@ -25,7 +25,7 @@ from stages.worker.checkpoint.prepare import prepare_adapters
 
 MEASURE_S = 0.5  # long beside the start of the threads
 MEASURED_BYTES = 1 << 29  # at most so much of the weights: far more than caches hold
-_SLICE = 1 << 20  # bytes between two looks at the clock
+_SLICE = 1 << 20  # bytes between two checks of the clock
 
 
 class Plan(msgspec.Struct, frozen=True):

@@ -182,7 +182,7 @@ def test_a_stream_that_moves_takes_its_pages_with_it(fleet: FleetUp) -> None:
             break
     assert is_sent, first
     assert 0 < first["sending_s"] < first["computing_s"]
-    # The successor's engine knows the tokens that were delivered: at most one of the pages has more.
+    # The successor's engine has the tokens that were delivered: at most one of the pages has more.
     operator.wait_total("agent-2", "starling_kv_cache_imported_pages_total", first["pages"] - 1)
     # The prompt was not computed there: the stream's copy found its pages in the cache.
     operator.wait_total("agent-2", "starling_kv_cache_hits_total", before + first["pages"] - 1)

@@ -335,7 +335,7 @@ def test_load_and_unload(server: Server, files: Files) -> None:
     assert expected != tokens(server)
     assert [m["id"] for m in server.request("GET", "/v1/models")[1]["data"]] == ["tiny", "two"]
     assert sorted(server.request("GET", "/ready")[1]["models"]) == ["tiny", "two"]
-    # Its worker records that it is ready a moment after the gateway knows it.
+    # Its worker records that it is ready a moment after the gateway has received it.
     poll_until(lambda: any(one.ready for one in read_all(run_dir(server)) if one.stage == "worker-two@1"))
     rows = {row["stage"]: row["state"] for row in json.loads(starling(server, "status", "--json"))}
     assert rows["worker-two@1"] == "ready"

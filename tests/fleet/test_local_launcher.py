@@ -198,7 +198,7 @@ def test_a_part_is_started_again_when_nothing_reads_its_output() -> None:
             def tick(self, now): return None
         from pipeline.config.load import load
         import threading
-        fleet_up.LOOK_S = 0.0
+        fleet_up.LOADED_S = 0.0
         code = fleet_up._run(load(), Running(), Agents(), "m", 1, threading.Event())
         if code == 5:
             code = fleet_up._run(load(), child, Agents(), "m", 1, threading.Event())

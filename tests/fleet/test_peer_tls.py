@@ -159,7 +159,7 @@ async def look(tls: PeerTls) -> None:
 @pytest.fixture
 def looking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks follow each other at once."""
-    monkeypatch.setattr(follower, "LOOK_S", 0.0)
+    monkeypatch.setattr(follower, "CHECK_S", 0.0)
 
 
 @pytest.mark.parametrize("entry", ["name", "serial"])

@@ -62,7 +62,7 @@ async def test_an_idle_watcher_sleeps_until_a_lease_ends(tmp_path: Path) -> None
 async def test_no_change_of_another_process_is_missed(tmp_path: Path) -> None:
     """A report may come before the change is visible; with two watchers each may read the report of the other."""
     path = tmp_path / "c.db"
-    async with SqliteStore(path, look_s=NEVER_S) as store:
+    async with SqliteStore(path, check_s=NEVER_S) as store:
         watchers = [Watcher(store, ""), Watcher(store, "k")]
         writer = await asyncio.create_subprocess_exec(
             sys.executable, "-c", OTHER_PROCESS, str(path), stdin=asyncio.subprocess.PIPE
@@ -79,7 +79,7 @@ async def test_no_change_of_another_process_is_missed(tmp_path: Path) -> None:
 
 
 async def test_many_changes_in_a_row_cost_few_transactions(tmp_path: Path) -> None:
-    async with SqliteStore(tmp_path / "c.db", look_s=NEVER_S) as store, SqliteStore(tmp_path / "c.db") as other:
+    async with SqliteStore(tmp_path / "c.db", check_s=NEVER_S) as store, SqliteStore(tmp_path / "c.db") as other:
         watcher = Watcher(store, "")
         await until(lambda: bool(watcher.updates))
         statements, began = await trace(store), time.monotonic()
@@ -93,7 +93,7 @@ async def test_many_changes_in_a_row_cost_few_transactions(tmp_path: Path) -> No
 
 async def test_another_file_of_the_name_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "c.db"
-    async with SqliteStore(path, look_s=NEVER_S) as store:
+    async with SqliteStore(path, check_s=NEVER_S) as store:
         await store.put("a", b"1")
         watcher = Watcher(store, "")
         await until(lambda: bool(watcher.values))
@@ -115,7 +115,7 @@ async def test_a_watcher_looks_often_where_nothing_is_reported(
         path.symlink_to(tmp_path / "elsewhere" / "c.db")
     else:
         monkeypatch.setattr(file_watch._libc, "inotify_init1", lambda flags: -1)
-    async with SqliteStore(path, look_s=NEVER_S) as store, SqliteStore(path) as other:
+    async with SqliteStore(path, check_s=NEVER_S) as store, SqliteStore(path) as other:
         watcher = Watcher(store, "")
         await until(lambda: bool(watcher.updates))
         await other.put("a", b"1")
@@ -140,7 +140,7 @@ async def test_reads_wait_for_no_writer(tmp_path: Path) -> None:
 async def test_watchers_read_at_different_times(tmp_path: Path) -> None:
     shares = iter([0.0, 1e6])  # of the pause after a report: the second watcher waits for hours
     path = tmp_path / "c.db"
-    async with SqliteStore(path, look_s=NEVER_S, jitter=lambda: next(shares)) as store, SqliteStore(path) as other:
+    async with SqliteStore(path, check_s=NEVER_S, jitter=lambda: next(shares)) as store, SqliteStore(path) as other:
         watchers = [Watcher(store, ""), Watcher(store, "")]
         await until(lambda: all(watcher.updates for watcher in watchers))
         await other.put("a", b"1")

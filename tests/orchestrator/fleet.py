@@ -273,7 +273,7 @@ class Fleet(HttpClient):
         return open_store(load(self.home / "starling.yaml", environment), environment)
 
     def add_agent(self, name: str, engine: Server) -> TestAgent:
-        """An agent with an engine that is ready; returns when the orchestrator knows it."""
+        """An agent with an engine that is ready; returns when the orchestrator lists it."""
         agent = self.agents[name] = TestAgent(name, self.secret)
         agent.engines = {MODEL: engine}
         self.register(agent)

@@ -282,7 +282,7 @@ def test_responses_in_the_background_are_bounded_and_keyed(pair: Pair, engines: 
     keyed = {
         **MINE,
         "Idempotency-Key": secrets.token_hex(8),
-    }  # engines know those of other pairs
+    }  # engines have those of other pairs
     made = [one.post(PATH, said("Hello", background=True), keyed) for one in (first, second, first)]
     assert [one.status for one in made] == [200] * 3 and len({one.json["id"] for one in made}) == 1
     assert {one.json["status"] for one in made} <= {"queued", "in_progress"}

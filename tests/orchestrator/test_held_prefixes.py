@@ -1,4 +1,4 @@
-"""Prefixes that agents publish: every orchestrator knows what an engine holds, and no longer than it does."""
+"""Prefixes that agents publish: every orchestrator lists what an engine holds, and no longer than it does."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_a_stream_for_which_no_agent_can_load_the_model_waits_for_its_own(site: 
 def test_a_stream_waits_for_the_only_agent_that_knows_its_model(site: Site) -> None:
     site.two.cold.clear()
     n_polls = site.two.polls
-    poll_until(lambda: site.two.polls > n_polls + 1)  # until the orchestrator knows
+    poll_until(lambda: site.two.polls > n_polls + 1)  # until the orchestrator has received it
     (stream,) = site.begin()
     site.leaves()
     site.engine_dies()

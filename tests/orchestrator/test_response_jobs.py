@@ -324,7 +324,7 @@ async def test_bytes_of_bodies_that_run_are_bounded_for_each_tenant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others wait, also at an orchestrator that finds them; a stream's client would wait with them."""
-    monkeypatch.setattr(background, "LOOK_S", 0.01)
+    monkeypatch.setattr(background, "CHECK_S", 0.01)
     sent = [job(number, tenant, body=bytes(MIB)) for number, tenant in enumerate("aaab")]
     shares = [body_shares(ServerConfig(max_body_mb=1, body_buffer_mb=4)) for _ in range(2)]
     first, second = (

@@ -15,7 +15,7 @@ from pipeline.errors import ConfigError
 from pipeline.supervise import listen_fd
 from pipeline.tls import follower as following
 from pipeline.tls.certificate import Certificate, CertificateFiles, Contents
-from pipeline.tls.follower import LOOK_S, CertificateFollower
+from pipeline.tls.follower import CHECK_S, CertificateFollower
 from pipeline.tls.kept import KeptCertificate
 from tests.tls_files import DATA, place
 
@@ -39,7 +39,7 @@ class Followed:
         self.follower = CertificateFollower(files, self.published.append, self.clock)
 
     async def look(self) -> None:
-        self.clock.now += LOOK_S
+        self.clock.now += CHECK_S
         self.follower.tick()
         while (task := self.follower._task) is not None:
             await task
@@ -88,7 +88,7 @@ async def test_a_request_at_the_end_of_a_look_has_a_look_of_its_own(
         return found
 
     monkeypatch.setattr(followed.follower, "_read_changed", late)
-    followed.clock.now += LOOK_S
+    followed.clock.now += CHECK_S
     followed.follower.tick()
     while not looked.is_set():
         await asyncio.sleep(0)
@@ -138,10 +138,10 @@ async def test_a_broken_certificate_changes_nothing_and_is_logged_once(
 async def test_one_look_at_a_time(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
     monkeypatch.setattr(following, "_state", lambda files: looks.append(files) or ())
-    followed.clock.now += LOOK_S
+    followed.clock.now += CHECK_S
     followed.follower.tick()
     task = followed.follower._task
-    followed.clock.now += 10 * LOOK_S
+    followed.clock.now += 10 * CHECK_S
     followed.follower.tick()
     assert followed.follower._task is task is not None
     await asyncio.gather(task)

@@ -137,7 +137,7 @@ def test_a_sequence_that_ends_at_once_takes_no_place() -> None:
 
 
 def test_a_waiting_submission_is_not_kept_when_it_is_refused_at_its_repetition() -> None:
-    """Its gateway knows of one terminal event alone."""
+    """Its gateway receives one terminal event alone."""
     site = Site()
     frame = submission("new", [1], 20, tenant="b", constraint=regex("new"))
     site.submit(frame)

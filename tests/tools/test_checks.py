@@ -103,10 +103,12 @@ def test_spelling_and_style_are_checked(tmp_path: Path) -> None:
     write(tmp_path, "stages/a.py", "# The worker writes the page.\nx = 'sent'\n")
     found = [line for line in prose.problems(tmp_path) if "good.md:6" not in line]  # codespell reads blocks as well
     assert found == []
-    write(tmp_path, "bad.md", "This is recieve word.\n\nA very unique page.\n\nNobody is told.\n")
+    bad = ("This is recieve word.", "A very unique page.", "Nobody is told.", "The gateway does not know it.")
+    write(tmp_path, "bad.md", "\n\n".join(bad) + "\n")
     write(tmp_path, "stages/b.py", '"""Tells\nwhoever asks."""\nnobody = 1\n')
     found = list(prose.problems(tmp_path))
-    for expected in ("bad.md:1: recieve", "bad.md:3", "bad.md:5: `Nobody`", "stages/b.py:2: `whoever`"):
+    pages = ("bad.md:1: recieve", "bad.md:3", "bad.md:5: `Nobody`", "bad.md:7: `gateway does not know`")
+    for expected in (*pages, "stages/b.py:2: `whoever`"):
         assert any(line.startswith(expected) for line in found), (expected, found)
     assert not any(line.startswith("stages/b.py:3") for line in found)
 

@@ -32,8 +32,16 @@ AVOIDED = {
     "lineup": "model versions",
     "companion": "draft sequence",
     "roster": "sequence table",
+    "taken up again": "resumed",
 }
 AVOIDED_RE = re.compile(r"\b(" + "|".join(re.escape(word) for word in AVOIDED) + r")\b", re.IGNORECASE)
+# A process does none of these.
+_PROCESSES = "agent|engine|gateway|kv|orchestrator|process|rank|scheduler|stage|supervisor|tokenizer|worker"
+_MINDS = r"tells?|hears?|knows?|looks? (?:at|for|whether)"
+MINDS_RE = re.compile(
+    rf"\b(?:{_PROCESSES})(?:s|es)? (?:(?:does|do|can)(?: not|not) )?(?:{_MINDS})\b",
+    re.IGNORECASE,
+)
 # Checks of proselint that do not apply: pages are ASCII with straight quotes, and ranges of figures are not dates.
 NOT_USED = ("typography.", "dates_times.")
 FOLDERS = ("shm", "pipeline", "stages", "starling", "tools", "tests")
@@ -65,6 +73,8 @@ def _avoided(lines: Iterator[tuple[int, str]], where: str) -> Iterator[str]:
     for number, line in lines:
         for word in AVOIDED_RE.findall(line):
             yield f"{where}:{number}: `{word}`: {AVOIDED[word.lower()]}"
+        for phrase in MINDS_RE.findall(line):
+            yield f"{where}:{number}: `{phrase}`: a process sends, receives, stores and checks"
 
 
 def _codespell(root: Path) -> Iterator[str]:

@@ -43,7 +43,7 @@ from stages.agent.engines.prometheus_text import values
 from stages.agent.engines.vllm import Vllm
 
 POLL_S = 0.1  # until it is ready
-HEALTH_S = 1.0  # between two looks at its health
+HEALTH_S = 1.0  # between two checks of its health
 ANSWER_S = 5.0  # of a call
 STOP_S = 10.0  # from SIGTERM to SIGKILL
 DIALECTS: dict[str, Dialect] = {one.name: one for one in (LlamaServer(), Vllm())}

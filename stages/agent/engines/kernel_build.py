@@ -29,7 +29,7 @@ log = logging.getLogger("starling.agent")
 
 COMMAND = (sys.executable, "-P", "-m", "starling", "prepare", "--with-parent")
 BUILD_S = 1800.0  # for all kernels, at the lowest priority on a busy machine
-CHECK_S = 2.0  # between two looks whether a model is loading
+CHECK_S = 2.0  # between two checks whether a model is loading
 PAUSE_CHECKS = 5  # such intervals pass after an interruption before the first look
 PHASE = "compile kernels"
 _LINE = re.compile(rf"{PHASE} ([0-9]{{1,4}}) of ([0-9]{{1,4}})")

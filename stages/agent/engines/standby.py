@@ -34,7 +34,7 @@ from stages.agent.engines.child import Child
 log = logging.getLogger("starling.agent")
 
 REFILL_S = 2.0
-CHECK_S = 5.0  # between two looks at the memory of the host, and for the end of a standby engine
+CHECK_S = 5.0  # between two checks of the memory of the host, and for the end of a standby engine
 MAX_PAUSE_S = 600.0  # until one that has died is replaced
 SCARCE = 0.05  # of the memory of the host, or of its control group: with less available, standby engines are ended
 AMPLE = 0.10  # with less available, none is started

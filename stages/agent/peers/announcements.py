@@ -28,7 +28,7 @@ PREFIX = "pieces/"
 MAX_FILES = 256  # that an agent announces; the last used ones
 MAX_PEERS = 8  # that a download uses, chosen by chance
 MAX_DECODED = 64  # records that are read for them, chosen by chance
-PERIOD_S = 5.0  # between two looks at the files
+PERIOD_S = 5.0  # between two checks of the files
 TIMEOUT_S = 3.0  # of a call of the store
 
 

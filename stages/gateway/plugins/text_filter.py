@@ -243,6 +243,6 @@ class PostCall:
 
 
 def identity_of(process: PluginProcess) -> str:
-    """What determines the output of a plugin, as far as the server knows it: its name, version and options."""
+    """What determines the output of a plugin, as far as the server can see it: its name, version and options."""
     info = process.info or process.last_info
     return f"{process.name}@{info.version if info is not None else '?'}#{process.options_digest}"

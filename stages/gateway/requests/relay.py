@@ -74,7 +74,7 @@ class Relay:
 
         `on_text_complete` is called when all text of a request has gone to its sink. If it returns True, the request
         ends when `complete` is called. `on_other_end` is called for a sequence that is not of a request here; it
-        returns whether it knows the sequence. `open_filter` returns the way of a text through plugins, and may raise
+        returns whether it has the sequence. `open_filter` returns the way of a text through plugins, and may raise
         `StarlingError`; None: there are no plugins.
         """
         self.requests: dict[str, RequestState] = {}

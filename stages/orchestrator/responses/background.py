@@ -1,7 +1,7 @@
 """Responses in the background: what runs them, whichever orchestrator dies.
 
     begin    the request is written where all orchestrators find it, and then answered
-    look     each orchestrator looks for requests that none runs, and takes them; a lease says that it does
+    look     each orchestrator lists the requests that none runs, and takes them; a lease says that it does
     run      as for a client, with its id: an engine that has the request already goes on with it
     end      the response is stored, complete, failed or cancelled, and then the request is removed
 
@@ -40,8 +40,8 @@ log = logging.getLogger("starling.orchestrator")
 
 RUN = f"{PREFIX}run/"
 LEASE_S = 5.0
-LOOK_S = 1.0  # between two looks for requests that none runs
-ELSEWHERE_S = 0.05  # between two looks for a request at the engines, which another orchestrator sends there
+CHECK_S = 1.0  # between two checks for requests that none runs
+ELSEWHERE_S = 0.05  # between two checks for a request at the engines, which another orchestrator sends there
 RETRY_S = 1.0  # after the store has not answered, or no agent has taken a request; then twice as long, ...
 MOST_RETRY_S = 15.0  # ... up to this
 LATE_S = 600.0  # after its time: then a request ends whose failure could not be stored
@@ -215,7 +215,7 @@ class Background:
             except NotFound:
                 if not is_open:
                     raise
-            is_open = await self._jobs.is_open(request_id)  # before the next look: it may end meanwhile
+            is_open = await self._jobs.is_open(request_id)  # before the next check: it may end meanwhile
             if is_open:
                 await asyncio.sleep(ELSEWHERE_S)
 
@@ -260,7 +260,7 @@ class Background:
                 self._pauses = {name: pause_s for name, pause_s in self._pauses.items() if name in known}
             except StarlingError as error:
                 log.warning("requests in the background are not looked for", extra={"reason": error.message})
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
 
     async def close(self) -> None:
         """Leave what runs here to the others."""

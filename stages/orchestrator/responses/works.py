@@ -23,7 +23,7 @@ from stages.orchestrator.responses.use import ResponseUse
 
 log = logging.getLogger("starling.orchestrator")
 
-SWEEP_S = 600.0  # between two looks for expired responses
+SWEEP_S = 600.0  # between two checks for expired responses
 
 
 class ResponseWorks:

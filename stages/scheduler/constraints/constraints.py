@@ -29,7 +29,7 @@ from stages.scheduler.core.worker_link import WorkerLink
 from stages.scheduler.policy.admission import Refusal
 
 DRAFT_WAIT_S = 0.02  # for the answer about draft tokens; then the step goes without them
-POLL_S = 0.0005  # between two looks for a mask that came too late
+POLL_S = 0.0005  # between two checks for a mask that came too late
 MAX_DEATHS = 5  # of the mask process while it worked for a sequence: then the sequence fails
 MAX_EPOCH = (1 << 31) - 1  # an entry of a step has it in an i32; months pass before one is used again
 MAX_HELD = 1024  # submissions whose constraints are being vetted; with more the tenant that has most loses its newest
