@@ -31,7 +31,7 @@ from stages.orchestrator.session_moves import keeps_models
 
 log = logging.getLogger("starling.orchestrator")
 
-LOOK_S = 1.0  # between two looks
+CHECK_S = 1.0  # between two checks of the placements
 IDLE_REASON = "it had no requests for fleet.orchestrator.unload_idle_ms"
 
 
@@ -77,7 +77,7 @@ class Leader:
                 term = await self._election.campaign()
             except ConfigError as error:
                 log.error("no leader can be elected", extra={"reason": error.message})
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(CHECK_S)
                 continue
             self._events.add("leader", text=self._identity)
             holding = asyncio.get_running_loop().create_task(self._election.hold(term))
@@ -85,7 +85,7 @@ class Leader:
                 while term.is_valid:
                     self._fleet.is_leader = True
                     self._look(term)
-                    await asyncio.wait({holding}, timeout=LOOK_S)
+                    await asyncio.wait({holding}, timeout=CHECK_S)
             finally:
                 self._fleet.is_leader = False
                 term.end()

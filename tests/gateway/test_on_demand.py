@@ -264,7 +264,11 @@ def test_requests_of_a_load_that_fails_get_no_path_of_the_server(tmp_path: Path,
     """Neither the one that is submitted already nor a later one. No waiting helps with a file that is damaged."""
     problem = f"has SHA-256 {'1' * 64}, expected {'2' * 64}"
     reason = damaged(ModelConfig(name="b@1"), problem) if is_damaged else ConfigError(f"{tmp_path} is not a model")
-    expected = ("MODEL_DAMAGED", 500, {}) if is_damaged else ("MODEL_UNAVAILABLE", 503, {"Retry-After": "5"})
+    expected = (
+        ("MODEL_DAMAGED", 500, {"x-should-retry": "false"})
+        if is_damaged
+        else ("MODEL_UNAVAILABLE", 503, {"Retry-After": "5"})
+    )
 
     async def test(gateway: Gateway) -> None:
         task = gateway.ask("b")
