@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.config import paths, server_cores
-from pipeline.supervise import run_config
 
 
 def sweep(
@@ -80,7 +79,6 @@ def _records(run_dir: Path) -> Iterator[Path]:
     yield from run_dir.glob("worker-*.lock")  # one for each version of each model, unlike those of the other stages
     yield from run_dir.glob("*.status")
     yield from run_dir.glob("*.restarts")
-    yield from run_dir.glob(f"*{run_config.SUFFIX}")
     yield from run_dir.glob("*.failed")
     yield from run_dir.glob("*.start")
     yield from run_dir.glob("*.copies")  # pipeline/models/weight_copies.py

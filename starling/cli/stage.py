@@ -18,7 +18,6 @@ from pipeline.observe import logs
 from pipeline.runtime import process
 from pipeline.supervise import cleanup, listen_fd, worker_pool
 from pipeline.supervise.restart_count import RESTARTS_VARIABLE, RestartCount, open_count
-from pipeline.supervise.run_config import RunConfig
 from pipeline.supervise.supervisor import guarded
 from pipeline.supervise.supervisor import supervise as keep_alive
 from pipeline.tls.skipped_trust import without_certificates
@@ -48,29 +47,12 @@ def stage(name: str, model: str) -> int:
     STAGE is tokenizer, scheduler, kv, worker or gateway.
     """
     process.die_with_parent()  # before the imports, which take time in which the parent may die
-    if "NOTIFY_SOCKET" in os.environ:
-        return _stage_of_unit(name, model)
     config = load()
     run = _program(name, model, config)
     logs.setup(name, config, in_background=True, is_held=name == "worker")
-    return guarded(run)
-
-
-def _config_of_unit(name: str) -> RunConfig:
-    """The configuration of a process that systemd starts. Raises `ConfigError`."""
-    kept = RunConfig(name)
-    if kept.is_changed:
-        text = "the configuration has changed since this server was started; a restart after a failure leaves that out"
-        click.echo(text, err=True)
-    return kept
-
-
-def _stage_of_unit(name: str, model: str) -> int:
-    """Under systemd no supervisor of the project counts the restarts, or removes the files of the last stage."""
-    kept = _config_of_unit(name)
-    config = kept.config
-    run = _program(name, model, config)
-    logs.setup(name, config, in_background=True, is_held=name == "worker")
+    if "NOTIFY_SOCKET" not in os.environ:
+        return guarded(run)
+    # Under systemd no supervisor of the project counts the restarts, and none removes the files of the last stage.
     count = open_count(config, name) if RESTARTS_VARIABLE not in os.environ else RestartCount()
     count.started()
     os.environ.setdefault(RESTARTS_VARIABLE, str(count.number))
@@ -81,7 +63,6 @@ def _stage_of_unit(name: str, model: str) -> int:
         )  # it has run, so the cause may be temporary; the unit does not restart a stage after 78
     if code in (process.EXIT_OK, process.EXIT_CONFIG):
         count.stopped()
-        kept.ended()
     cleanup.sweep(paths.run_dir(config), paths.arena_dir(config))
     return code
 
@@ -95,13 +76,7 @@ def supervise(name: str, model: str) -> int:
     STAGE is tokenizer, scheduler, kv, worker or gateway. A stage that dies too often is given up, with an error.
     `worker` runs a group of workers for each loaded model and follows `starling load`, `reload` and `unload`.
     """
-    if "NOTIFY_SOCKET" not in os.environ:
-        return supervise_stage(name, model, load())
-    kept = _config_of_unit(f"{name}-supervisor")
-    code = supervise_stage(name, model, kept.config)
-    if code in (process.EXIT_OK, process.EXIT_CONFIG):
-        kept.ended()
-    return code
+    return supervise_stage(name, model, load())
 
 
 def supervise_stage(name: str, model: str, config: Config) -> int:

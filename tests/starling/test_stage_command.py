@@ -80,29 +80,3 @@ def test_a_start_that_fails_is_final_only_if_the_stage_has_not_died(tmp_path: Pa
         assert [code(), code()] == [EXIT_FATAL, EXIT_FATAL]
     finally:
         lock.release()
-
-
-def test_a_stage_that_died_has_its_configuration_again(tmp_path: Path) -> None:
-    """Whatever the file holds by then; a start that no failure has caused reads it."""
-    file = tmp_path / "starling.yaml"
-    file.write_text(json.dumps({"server": {"arena_dir": str(tmp_path / "arenas")}}))
-    variables = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "STARLING_CONFIG": str(file)}
-    first, _ = started(tmp_path, **variables)
-    lock = StageLock(tmp_path / "run", "gateway")  # another stage runs: the server has not stopped
-    try:
-        for text in ("models: [", json.dumps({"server": {"arena_dir": str(tmp_path / "other")}})):
-            file.write_text(text)
-            first.kill()
-            first.wait()
-            first, _ = started(tmp_path, **variables)
-        assert not (tmp_path / "other").exists()
-        file.write_text("models: [")
-        first.send_signal(signal.SIGTERM)
-        assert first.wait(LIMIT_S) == 0
-        environment = {**os.environ, "STARLING_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), **variables}
-        command = [sys.executable, "-m", "starling", "stage", "kv"]
-        assert subprocess.run(command, env=environment, cwd=tmp_path, timeout=LIMIT_S).returncode == EXIT_CONFIG
-    finally:
-        lock.release()
-        first.kill()
-        first.wait()
