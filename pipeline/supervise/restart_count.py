@@ -1,8 +1,8 @@
 """How often a stage has been restarted: `RUN_DIR/STAGE.restarts`, so that the number outlives its supervisor.
 
-The file has the number that the next start of the stage begins with, and " begun" behind it unless the last run has
-ended in order. It is written by the supervisor, or by the stage itself where systemd starts it again, and removed when
-the whole server has stopped.
+The file has the number that the next start of the stage begins with, and behind it the id of the machine's boot unless
+the last run has ended in order. It is written by the supervisor, or by the stage itself where systemd starts it again,
+and removed when the whole server has stopped.
 """
 
 from __future__ import annotations
@@ -15,23 +15,26 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.files import replace_file
 from pipeline.runtime import run_dir
+from pipeline.runtime.steady_clock import read_boot_id
 
 RESTARTS_VARIABLE = "STARLING_RESTARTS"  # in the environment of a stage; its record has the number
-MAX_BYTES = 30
-BEGUN = " begun"
+MAX_BYTES = 100
 
 
 class RestartCount:
     """Of one stage. A number that cannot be stored is lost with the supervisor; the stage runs all the same."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """`path`: None: it ends with the supervisor. `follows_death`: the stage has run, and did not end in order."""
+        """`path`: None: it ends with the supervisor.
+
+        `follows_death`: the stage has run since the machine was started, and did not end in order.
+        """
         self._path = path
         self.number, self.follows_death = _read(path) if path is not None else (0, False)
 
     def started(self) -> None:
         """The stage starts: if it is killed with its supervisor, their successors begin with one more."""
-        self._write(f"{self.number + 1}{BEGUN}")
+        self._write(f"{self.number + 1} {read_boot_id()}")
 
     def restarted(self) -> None:
         """The stage is restarted."""
@@ -60,10 +63,10 @@ def open_count(config: Config, stage: str) -> RestartCount:
 
 
 def _read(path: Path) -> tuple[int, bool]:
-    """The number in the file, and whether the run that wrote it has not ended in order; (0, False): there is none."""
+    """The number in the file, and whether a run of this boot that wrote it has not ended in order."""
     try:
         with path.open("rb") as file:
-            text = file.read(MAX_BYTES).decode()
-        return max(0, int(text.removesuffix(BEGUN))), text.endswith(BEGUN)
+            number, _, boot = file.read(MAX_BYTES).decode().partition(" ")
+        return max(0, int(number)), boot == read_boot_id()
     except (OSError, ValueError):
         return 0, False

@@ -10,11 +10,11 @@ from types import ModuleType
 import click
 
 from pipeline.config import paths
-from pipeline.config.load import load
+from pipeline.config.load import load, resolve
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.models import control_cores, versions
-from pipeline.observe import logs
+from pipeline.observe import logs, status
 from pipeline.runtime import process
 from pipeline.supervise import cleanup, listen_fd, worker_pool
 from pipeline.supervise.restart_count import RESTARTS_VARIABLE, RestartCount, open_count
@@ -47,7 +47,8 @@ def stage(name: str, model: str) -> int:
     STAGE is tokenizer, scheduler, kv, worker or gateway.
     """
     process.die_with_parent()  # before the imports, which take time in which the parent may die
-    config = load()
+    if (config := _config_of_unit()) is None:
+        return process.EXIT_FATAL
     run = _program(name, model, config)
     logs.setup(name, config, in_background=True, is_held=name == "worker")
     if "NOTIFY_SOCKET" not in os.environ:
@@ -58,9 +59,8 @@ def stage(name: str, model: str) -> int:
     os.environ.setdefault(RESTARTS_VARIABLE, str(count.number))
     code = guarded(run)
     if code == process.EXIT_CONFIG and count.follows_death:
-        code = (
-            process.EXIT_FATAL
-        )  # it has run, so the cause may be temporary; the unit does not restart a stage after 78
+        # It has run, so the cause may be temporary; the unit does not restart a stage after 78.
+        code = process.EXIT_FATAL
     if code in (process.EXIT_OK, process.EXIT_CONFIG):
         count.stopped()
     cleanup.sweep(paths.run_dir(config), paths.arena_dir(config))
@@ -76,7 +76,25 @@ def supervise(name: str, model: str) -> int:
     STAGE is tokenizer, scheduler, kv, worker or gateway. A stage that dies too often is given up, with an error.
     `worker` runs a group of workers for each loaded model and follows `starling load`, `reload` and `unload`.
     """
-    return supervise_stage(name, model, load())
+    config = _config_of_unit()
+    return process.EXIT_FATAL if config is None else supervise_stage(name, model, config)
+
+
+def _config_of_unit() -> Config | None:
+    """The configuration. None: its file cannot be used while other stages run, so systemd must try again.
+
+    It may be half saved; after code 78 a unit does not start its process again. Raises `ConfigError`.
+    """
+    try:
+        return load()
+    except ConfigError as error:
+        if "NOTIFY_SOCKET" not in os.environ:
+            raise
+        run_dir = paths.run_dir(resolve({}, os.environ))  # the file may name another one, and is not known then
+        if not any(record.alive for record in status.read_all(run_dir)):
+            raise
+        click.echo(f"Error: {error.message}", err=True)
+        return None
 
 
 def supervise_stage(name: str, model: str, config: Config) -> int:

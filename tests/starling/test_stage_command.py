@@ -78,5 +78,30 @@ def test_a_start_that_fails_is_final_only_if_the_stage_has_not_died(tmp_path: Pa
         count = RestartCount(path_of(tmp_path / "run", "gateway"))
         count.started()  # and dies
         assert [code(), code()] == [EXIT_FATAL, EXIT_FATAL]
+        path_of(tmp_path / "run", "gateway").write_text("5 another-boot")
+        assert code() == EXIT_CONFIG, "the machine has been started again"
     finally:
         lock.release()
+
+
+def test_a_file_that_cannot_be_used_is_final_only_if_no_other_stage_runs(tmp_path: Path) -> None:
+    """It may be half saved while a stage that has died is started again."""
+    file = tmp_path / "starling.yaml"
+    file.write_text(json.dumps({"server": {"arena_dir": str(tmp_path / "arenas")}}))
+    variables = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "STARLING_CONFIG": str(file)}
+    environment = {**os.environ, "STARLING_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), **variables}
+
+    def code(*arguments: str) -> int:
+        command = [sys.executable, "-m", "starling", *arguments]
+        return subprocess.run(command, env=environment, cwd=tmp_path, timeout=LIMIT_S).returncode
+
+    kv, _ = started(tmp_path, **variables)
+    try:
+        file.write_text("models: [")
+        assert [code("stage", "tokenizer"), code("supervise", "worker")] == [EXIT_FATAL, EXIT_FATAL]
+        kv.send_signal(signal.SIGTERM)
+        assert kv.wait(LIMIT_S) == 0
+        assert [code("stage", "tokenizer"), code("supervise", "worker")] == [EXIT_CONFIG, EXIT_CONFIG]
+    finally:
+        kv.kill()
+        kv.wait()
