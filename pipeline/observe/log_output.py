@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import socket
 import stat
@@ -72,8 +73,11 @@ class Output:
 class RotatingFile:
     """PATH, PATH.1, ...: `files` files of at most `max_bytes` each. Opened at the first line.
 
-    One process writes to a path at a time (the stage's lock ensures it).  A full or failing disk
-    costs lines, which are counted in `lost`; the next line that is written follows one that says how many.
+    Several processes may write to a path, as worker groups do.  One of them rotates the file, and the others open it
+    again before their next line.  Lines of the same moment may exceed the bound, and go to what has become PATH.1.
+
+    A full or failing disk costs lines, which are counted in `lost`; the next line that is written follows one that
+    says how many.
     """
 
     def __init__(self, path: Path, max_bytes: int, files: int, lost_line: LostLine | None = None) -> None:
@@ -84,15 +88,15 @@ class RotatingFile:
         self._max_bytes = max_bytes
         self._files = files
         self._fd = -1
-        self._size = 0
         self._points = points.DiskPoints("logs")
 
     def write(self, line: bytes) -> None:
         """Append one line; rotate first when it does not fit."""
         try:
-            if self._fd < 0:
-                self._open()
-            if self._size and self._size + len(line) > self._max_bytes:
+            if not self._is_current():
+                self._reopen()
+            size = os.fstat(self._fd).st_size
+            if size and size + len(line) > self._max_bytes:
                 self._rotate()
             self._points.write.hit()
             lost = self.lost - self._reported
@@ -107,26 +111,42 @@ class RotatingFile:
         """Write the whole line, or raise `OSError`: half of one would make the next line unreadable, too."""
         written = os.write(self._fd, line)
         if written < len(line):  # the disk is full; another program may have emptied the file since it was opened
-            self._size = max(0, os.fstat(self._fd).st_size - written)
-            os.ftruncate(self._fd, self._size)
+            os.ftruncate(self._fd, max(0, os.fstat(self._fd).st_size - written))
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._size += written
 
-    def _open(self) -> None:
+    def _is_current(self) -> bool:
+        """Whether the open file is the one at the path: another process may have rotated it."""
+        try:
+            return self._fd >= 0 and os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+        except FileNotFoundError:
+            return False
+
+    def _reopen(self) -> None:
+        self.close()
         self._points.open.hit()
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._size = os.fstat(self._fd).st_size
 
     def _rotate(self) -> None:
-        self.close()
+        """Let the next line begin a file, unless another process does that now."""
         try:
-            self._shift()
+            # Of this process alone: forks, which share the descriptor, would share a lock of flock().  Without waiting,
+            # because the process that has it may be stopped.
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        except OSError:  # the file system has no locks
+            pass
+        try:
+            if self._is_current():
+                self._shift()
         except OSError:
             # The bound holds even if no file can be renamed: the current file starts again.
             self._points.open.hit()
             os.truncate(self.path, 0)
-        self._open()
+        finally:
+            self.close()  # and with it the lock
+        self._reopen()
 
     def _shift(self) -> None:
         names = [self.path, *(Path(f"{self.path}.{i}") for i in range(1, self._files))]

@@ -329,6 +329,78 @@ def test_a_single_file_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "kv.log").read_bytes() == b"%09d\n" % 4
 
 
+def test_a_file_that_another_process_has_rotated_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "worker.log"
+    quiet, busy = (RotatingFile(path, 1000, 3) for _ in range(2))
+    quiet.write(b"first\n")
+    for i in range(100):
+        busy.write(b"%099d\n" % i)
+    quiet.write(b"last\n")
+    quiet.close()
+    busy.close()
+    assert path.read_bytes().endswith(b"last\n")
+
+
+def test_the_bound_is_that_of_all_processes(tmp_path: Path) -> None:
+    writers = [RotatingFile(tmp_path / "worker.log", 1000, 3) for _ in range(2)]
+    for i in range(9):
+        for file in writers:
+            file.write(b"%099d\n" % i)
+    for file in writers:
+        file.close()
+    assert sorted(path.stat().st_size for path in tmp_path.iterdir()) == [800, 1000]
+
+
+def test_processes_that_write_at_once_lose_no_line(tmp_path: Path) -> None:
+    """Two files, and for each a fork that shares its descriptor: 8,000 bytes in files of 1,000."""
+    lines = {b"%d %07d\n" % (number, i) for number in range(4) for i in range(200)}
+
+    def write(file: RotatingFile, number: int) -> None:
+        for i in range(200):
+            file.write(b"%d %07d\n" % (number, i))
+
+    children = []
+    for number in (0, 2):
+        file = RotatingFile(tmp_path / "worker.log", 1000, 30)
+        file.write(b"a file is open\n")
+        for own in (number, number + 1):
+            children.append(os.fork())
+            if children[-1] == 0:
+                try:
+                    write(file, own)
+                    os._exit(file.lost)
+                finally:
+                    os._exit(99)
+        file.close()
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    files = [path.read_bytes() for path in tmp_path.iterdir()]
+    found = [line for text in files for line in text.splitlines(keepends=True)]
+    assert sorted(line for line in found if line in lines) == sorted(lines)
+    assert len(found) == len(lines) + 2
+    assert len(files) < 12
+
+
+def test_the_processes_of_one_stage_write_one_file(root: logging.Logger, tmp_path: Path) -> None:
+    """Each worker group has its own process, and `starling logs worker` shows the lines of all."""
+    config = Config(logging=LoggingConfig(level="info", format="json", max_size_mb=1, max_files=2))
+    logs.setup("worker", config, tmp_path)
+    log = logging.getLogger("starling.worker")
+    log.info("ready", extra={"model": "quiet"})
+    child = os.fork()
+    if child == 0:
+        try:
+            logs.setup("worker", config, tmp_path)
+            for i in range(700):  # of 2,000 bytes: more than a file
+                logging.getLogger(f"starling.worker.{i}").info("ready", extra={"model": "x" * 2000})
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    log.info("stopped", extra={"model": "quiet"})
+    last = json.loads((tmp_path / "worker.log").read_text().splitlines()[-1])
+    assert (last["event"], last["model"], last["pid"]) == ("stopped", "quiet", os.getpid())
+
+
 def test_an_impossible_directory_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("a file")
     file = RotatingFile(tmp_path / "logs" / "kv.log", 100, 3)
