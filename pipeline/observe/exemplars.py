@@ -41,6 +41,12 @@ class Exemplars:
         exemplar = Exemplar({source.label: source.id}, value, round(self._wall(), 3))
         self._buckets.setdefault(key, {})[bucket] = exemplar
 
+    def copy(self) -> Exemplars:
+        """Those of now, which do not change."""
+        copied = Exemplars(self._wall)
+        copied._buckets = {key: dict(buckets) for key, buckets in self._buckets.items()}
+        return copied
+
     def of(self, name: str, labels: tuple[str, ...]) -> dict[int, Exemplar]:
         """The exemplars of a series, by the index of the bucket."""
         return self._buckets.get((name, labels), {})

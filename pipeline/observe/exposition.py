@@ -1,4 +1,5 @@
-"""The text of `/metrics`: the merged snapshots of all stages, as Prometheus text or OpenMetrics. Called by the gateway.
+"""The text of `/metrics`: the merged snapshots of all stages, as Prometheus text or OpenMetrics. Called by the
+gateway and by orchestrators (scrapes.py).
 
 Series of the same name and labels are added.  Counters, histograms and peaks of a stage whose process has ended
 remain until its successor replaces the snapshot; its gauges are dropped.
@@ -6,7 +7,7 @@ remain until its successor replaces the snapshot; its gauges are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -26,7 +27,7 @@ from pipeline.observe import status
 from pipeline.observe.aliases import ALIASES, Alias
 from pipeline.observe.exemplars import Exemplars
 from pipeline.observe.metric_families import FAMILIES, Family
-from pipeline.observe.metrics import Metrics, Series, Snapshot, fits, read_snapshot
+from pipeline.observe.metrics import Metrics, Series, Snapshot, decode_snapshot, fits, read_snapshot
 from pipeline.observe.process_use import ProcessTotals
 from shm.arena import process_ticks
 
@@ -49,12 +50,34 @@ def render(
     that do not measure themselves begin anew with each process.  `unready`: stages that the caller finds not ready; the
     record of a process that hangs still says that it is.
     """
+    return prepare(config, own, shows_tenants, exemplars, processes, unready)()
+
+
+def prepare(
+    config: Config,
+    own: Metrics | None = None,
+    shows_tenants: bool = True,
+    exemplars: Exemplars | None = None,
+    processes: ProcessTotals | None = None,
+    unready: Collection[str] = (),
+) -> Callable[[], bytes]:
+    """The same in two parts: what is returned has copies of `own` and `exemplars`, and may be called in a thread."""
     stages = _stage_families(paths.run_dir(config), processes, unready)
-    snapshots = list(read_snapshots(paths.arena_dir(config), skip=own.stage if own else ""))
-    if own is not None:
-        own.publish()
-        snapshots.append(own.snapshot())
-    snapshots.append(stages)
+    encoded = own.publish() if own is not None else b""
+    skip = own.stage if own is not None else ""
+    copied = exemplars.copy() if exemplars is not None else None
+
+    def text() -> bytes:
+        """Render it."""
+        snapshots = list(read_snapshots(paths.arena_dir(config), skip))
+        if encoded:
+            snapshots.append(decode_snapshot(encoded))
+        return _text(config, [*snapshots, stages], shows_tenants, copied)
+
+    return text
+
+
+def _text(config: Config, snapshots: list[Snapshot], shows_tenants: bool, exemplars: Exemplars | None) -> bytes:
     if not shows_tenants:
         for snapshot in snapshots:
             _hide_tenants(snapshot)

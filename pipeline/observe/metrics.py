@@ -62,9 +62,14 @@ def read_snapshot(path: Path) -> Snapshot | None:
     try:
         if path.stat().st_size > MAX_SNAPSHOT_BYTES:
             return None
-        return _decoder.decode(path.read_bytes())
+        return decode_snapshot(path.read_bytes())
     except (OSError, *DECODE_ERRORS):
         return None
+
+
+def decode_snapshot(encoded: bytes) -> Snapshot:
+    """Raises `DECODE_ERRORS`."""
+    return _decoder.decode(encoded)
 
 
 def fits(family: Family, series: Series) -> bool:
@@ -165,20 +170,19 @@ class Metrics:
             return
         self.publish()
 
-    def publish(self) -> None:
-        """Replace the snapshot now: what has been scraped must be there for a successor."""
+    def publish(self) -> bytes:
+        """Replace the snapshot now: what is scraped must be there for a successor. The snapshot, encoded."""
         if self.path is None:
-            return
+            return self._encoded()
         self._last_write = self._clock()
         self._measure_process()
         for measure in self.before_publish:
             measure()
         encoded = self._encoded()
-        try:
+        with contextlib.suppress(OSError):
             replace_file(self.path, encoded)
-        except OSError:
-            return
-        self._last = encoded
+            self._last = encoded
+        return encoded
 
     def close(self) -> None:
         """Write the last snapshot. It stays for a successor until the server has ended."""

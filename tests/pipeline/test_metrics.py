@@ -13,6 +13,7 @@ from pipeline.config import paths
 from pipeline.config.schema import Config, ServerConfig
 from pipeline.ipc.poll_loop import PollLoop
 from pipeline.observe import exposition
+from pipeline.observe.exemplars import Exemplars, Source
 from pipeline.observe.metric_families import FAMILIES
 from pipeline.observe.metrics import IDLE_INTERVAL_S, IDLE_MAX_AGE_S, INTERVAL_S, MAX_SERIES, OTHER, Metrics
 from pipeline.observe.phase_times import PhaseTimes
@@ -338,3 +339,23 @@ def test_a_rate_is_over_its_window() -> None:
     assert rate.value() == pytest.approx(5, rel=0.2)
     now[0] += 10
     assert rate.value() == 0
+
+
+def test_what_is_counted_while_a_text_is_rendered_is_in_the_next_one(config: Config, directory: Path) -> None:
+    """It is rendered in a thread, from copies."""
+    own, exemplars = Metrics("gateway", directory), Exemplars(lambda: 5.0)
+    name = "starling_request_duration_seconds"
+
+    def count(seconds: float, number: int) -> None:
+        own.observe(name, seconds, "/v1/generate")
+        own.add("starling_tenant_tokens_total", f"tenant-{number}")
+        exemplars.add(name, seconds, Source("request_id", f"req-{number}"), "/v1/generate")
+
+    count(0.2, 0)
+    text = exposition.prepare(config, own, exemplars=exemplars)
+    expected = text()
+    count(0.2, 1)
+    count(0.3, 2)
+    assert text() == expected
+    assert b"req-0" in expected
+    assert b"req-2" in exposition.render(config, own, exemplars=exemplars)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 from aiohttp import web
 
 from pipeline.api.body_names import names_of
 from pipeline.api.malformed_http import TO_RESPONSE
 from pipeline.config.schema import Config
+from pipeline.observe.scrapes import Scrapes
 from pipeline.runtime.process import file_limit
 from stages.gateway.admin import Admin
 from stages.gateway.http import (
@@ -33,6 +35,7 @@ from stages.gateway.http.context import (
     NAMES,
     PARSERS,
     PRINCIPAL,
+    SCRAPES,
     SERVICE,
     Handler,
     json_response,
@@ -99,6 +102,7 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
             app.router.add_post(f"/v1/admin/{op}", _admin_handler(op, config, admin))
         adapter_endpoints.add_routes(app, config, admin)
     if config.metrics.enabled:
+        app[SCRAPES] = Scrapes(partial(probes.prepare_metrics, service, app[GATE]))
         app.router.add_get(config.metrics.endpoint, probes.metrics)
     web_endpoints.add_routes(app, config)
     return app

@@ -13,6 +13,7 @@ from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.api.keys import Caller
 from pipeline.api.output_tokens import Output
 from pipeline.api.request_name import new_request_name
+from pipeline.observe.scrapes import Scrapes
 from stages.gateway.http.connection_gate import ConnectionGate
 from stages.gateway.http.parser_pool import ParserPool
 from stages.gateway.http.stream_backlogs import StreamBacklogs
@@ -28,6 +29,7 @@ PARSERS = web.AppKey("parsers", ParserPool)
 BODY_TURN = web.AppKey("body_turn", asyncio.Lock)  # held by the body that is being added to
 BACKLOGS = web.AppKey("backlogs", StreamBacklogs)
 GATE = web.AppKey("gate", ConnectionGate)
+SCRAPES = web.AppKey("scrapes", Scrapes)
 
 # Set by the middleware before a handler runs.
 CALLER = web.RequestKey("caller", Caller)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from aiohttp import web
 
 from pipeline.observe import exposition
 from pipeline.observe.exemplars import Exemplars, accepts_open_metrics
-from stages.gateway.http.context import GATE, SERVICE, json_response
+from pipeline.observe.scrapes import Variant
+from stages.gateway.http.connection_gate import ConnectionGate
+from stages.gateway.http.context import SCRAPES, SERVICE, json_response
+from stages.gateway.service import Service
 
 
 async def health(request: web.Request) -> web.Response:
@@ -31,15 +36,21 @@ async def metrics(request: web.Request) -> web.Response:
     await service.api_keys.follower.refresh()
     headers = request.headers
     shows_tenants = service.api_keys.shows_tenants(headers.get("Authorization"), headers.get("X-Api-Key"))
+    is_open_metrics = accepts_open_metrics(", ".join(headers.getall("Accept", ())))
+    body = await request.app[SCRAPES].body(Variant(shows_tenants, is_open_metrics))
+    kind = exposition.OPEN_METRICS_TYPE if is_open_metrics else exposition.CONTENT_TYPE
+    return web.Response(body=body, headers={"Content-Type": kind})
+
+
+def prepare_metrics(service: Service, gate: ConnectionGate, variant: Variant) -> Callable[[], bytes]:
+    """Measure what is measured for each scrape; what is returned renders it, in a thread."""
     service.sample()
     in_flight = (one.spec.shown_model for one in service.relay.requests.values())
     service.metrics.sample_models(in_flight, service.catalog.served_names())
-    service.metrics.sample_network(*request.app[GATE].network.total())
-    own, processes, unready = service.metrics.numbers, service.metrics.processes, service.readiness.unready_stages()
-    if accepts_open_metrics(", ".join(request.headers.getall("Accept", ()))):
+    service.metrics.sample_network(*gate.network.total())
+    exemplars = None
+    if variant.is_open_metrics:
         # Ids of requests are for those who may see tenants.
-        exemplars = service.metrics.exemplars if shows_tenants else Exemplars(service.wall)
-        body = exposition.render(service.config, own, shows_tenants, exemplars, processes, unready)
-        return web.Response(body=body, headers={"Content-Type": exposition.OPEN_METRICS_TYPE})
-    body = exposition.render(service.config, own, shows_tenants, None, processes, unready)
-    return web.Response(body=body, headers={"Content-Type": exposition.CONTENT_TYPE})
+        exemplars = service.metrics.exemplars if variant.shows_tenants else Exemplars(service.wall)
+    own, processes, unready = service.metrics.numbers, service.metrics.processes, service.readiness.unready_stages()
+    return exposition.prepare(service.config, own, variant.shows_tenants, exemplars, processes, unready)

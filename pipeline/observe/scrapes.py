@@ -1,0 +1,59 @@
+"""The bodies of `/metrics`: rendered in a thread, one at a time, for all who wait. Used by gateways and orchestrators.
+
+`/metrics` needs no key, and its cost grows with the number of models and tenants.  Between two renderings there is a
+pause, so that they take at most a tenth of the time, or, if they take long, begin more than a second apart.  Who asks
+meanwhile waits for the next body of the variant: none is older than its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+PAUSE = 9.0  # after rendering, as a multiple of the time that it took
+MAX_PAUSE_S = 1.0
+
+
+class Variant(NamedTuple):
+    """What is asked for."""
+
+    shows_tenants: bool
+    is_open_metrics: bool = False
+
+
+class Scrapes:
+    """One per application. Used in its event loop."""
+
+    def __init__(
+        self,
+        prepare: Callable[[Variant], Callable[[], bytes]],
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        """`prepare` copies what is to be rendered; what it returns is called in a thread. `clock`, `pause`: in s."""
+        self._prepare = prepare
+        self._clock = clock
+        self._pause = pause
+        self._waiting: dict[Variant, asyncio.Task[bytes]] = {}  # that have not begun
+        self._turn = asyncio.Lock()
+        self._not_before = float("-inf")  # of the next one
+
+    async def body(self, variant: Variant) -> bytes:
+        """The metrics of a moment after the call."""
+        task = self._waiting.get(variant)
+        if task is None:
+            task = self._waiting[variant] = asyncio.get_running_loop().create_task(self._render(variant))
+        return await asyncio.shield(task)  # others wait for it, too
+
+    async def _render(self, variant: Variant) -> bytes:
+        async with self._turn:
+            await self._pause(max(0.0, self._not_before - self._clock()))
+            del self._waiting[variant]
+            begun = self._clock()
+            try:
+                return await asyncio.to_thread(self._prepare(variant))
+            finally:
+                now = self._clock()
+                self._not_before = now + min(MAX_PAUSE_S, PAUSE * (now - begun))
