@@ -108,7 +108,7 @@ class Metrics:
 
     def set(self, name: str, value: float, *labels: str) -> None:
         """Set a gauge, or a counter whose total the stage maintains."""
-        self._find(name, labels).value = value
+        self._find(name, labels).value = float(value)  # no reader takes a snapshot with a bool
 
     def raise_to(self, name: str, value: float, *labels: str) -> None:
         """Set a peak to `value`, if that is higher."""

@@ -289,6 +289,15 @@ def test_stages_report_readiness_and_resource_use(config: Config) -> None:
     assert 'starling_stage_ready{stage="kv"} 0.0' in missing
 
 
+def test_a_gauge_may_be_set_to_a_truth_value(config: Config, directory: Path) -> None:
+    stage = Metrics("kv", directory)
+    stage.set("starling_fleet_leader", True)
+    stage.add("starling_kv_cache_evictions_total")
+    stage.publish()
+    found = scrape(config)
+    assert (found["starling_fleet_leader", ()], found["starling_kv_cache_evictions_total", ()]) == (1, 1)
+
+
 def test_a_full_disk_keeps_the_previous_snapshot(tmp_path: Path) -> None:
     now = [0.0]
     stage = Metrics("kv", tmp_path, clock=lambda: now[0])
