@@ -51,6 +51,7 @@ engine_connection.py  one of them: a request and its response
 http_response.py  the bytes of a response
 head_facts.py   the fields of a head that every request's handlers use
 http_app.py     the routes
+probe_routes.py  those for monitoring
 text_request.py  reads plain requests for text
 text_connection.py  the connections of clients, which send them and others
 slots.py        how many requests there may be at once, and bytes of their bodies

@@ -28,7 +28,7 @@ from pipeline.api.keys import MODELS, Caller
 from pipeline.api.malformed_http import TO_RESPONSE
 from pipeline.api.unsupported_paths import unsupported_path
 from pipeline.errors import Forbidden, ModelNotFound, NotFound, StarlingError, TooLarge, method_not_allowed
-from pipeline.observe import exposition, logs
+from pipeline.observe import logs
 from stages.orchestrator.event_response import BEGUN, EventResponse, send_whole
 from stages.orchestrator.fleet_api import FleetApi
 from stages.orchestrator.forward import Forward, Refusal
@@ -99,10 +99,6 @@ def make_app(front: Front, fleet: FleetApi, pages: Pages | None = None) -> web.A
         ("cordon", "Cordons, drains or uncordons an agent."),
     ):
         app.router.add_post(f"/v1/fleet/{op}", _admin_change(op, summary))
-    app.router.add_get("/health", _health)
-    app.router.add_get("/ready", _ready)
-    if config.metrics.enabled:
-        app.router.add_get(config.metrics.endpoint, _metrics)
     if pages is not None:
         pages.add_routes(app, front.needs_key)
     return app
@@ -474,27 +470,3 @@ def _admin_change(op: str, text: str) -> Handler:
 def _check_admin(request: web.Request) -> None:
     if not request[CALLER].is_admin:
         raise Forbidden("this needs an API key with `admin: true`, or the fleet's token; use `starling fleet`")
-
-
-async def _health(request: web.Request) -> web.StreamResponse:
-    """GET /health."""
-    return _json({"status": "healthy", "uptime_seconds": round(request.app[FRONT].uptime_s, 1)})
-
-
-async def _ready(request: web.Request) -> web.StreamResponse:
-    """GET /ready: whether a request can be served."""
-    report = request.app[FLEET].readiness()
-    return _json(report, 200 if report["ready"] else 503)
-
-
-async def _metrics(request: web.Request) -> web.StreamResponse:
-    """GET /metrics. A server of the same home adds its series. Where there are keys, tenants are named as on a server,
-    and for the fleet's token or the one for its metrics.
-    """
-    front, facts = request.app[FRONT], head_facts(request)
-    await front.keys.follower.refresh()
-    shows_tenants = front.reads_metrics(facts.authorization)
-    shows_tenants = shows_tenants or front.keys.shows_tenants(facts.authorization, facts.api_key)
-    request.app[FLEET].sample(front.metrics)
-    body = exposition.render(front.config, front.metrics, shows_tenants)
-    return web.Response(body=body, headers={"Content-Type": exposition.CONTENT_TYPE})

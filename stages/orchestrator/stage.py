@@ -48,7 +48,7 @@ from pipeline.runtime.huge_heap import collapse_heap
 from pipeline.runtime.service_watchdog import watched
 from pipeline.runtime.steady_clock import SteadyClock, clock_path
 from shm.decoding import DECODE_ERRORS
-from stages.orchestrator import connecting, conversation_routes, response_routes
+from stages.orchestrator import connecting, conversation_routes, probe_routes, response_routes
 from stages.orchestrator.catalog_reader import CatalogReader
 from stages.orchestrator.client_connections import connections_of
 from stages.orchestrator.cold_loads import ColdLoads
@@ -252,6 +252,7 @@ class OrchestratorStage:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
         app = make_app(self.front, self.fleet, self._pages)
+        probe_routes.add_routes(app)
         response_routes.add_routes(app)
         conversation_routes.add_routes(app)
         runner = web.AppRunner(
