@@ -146,38 +146,69 @@ def test_a_parser_that_does_not_answer_is_killed(make_server: MakeServer) -> Non
     assert not set(stopped) & set(parsers_of(server))
 
 
-async def test_a_body_does_not_wait_for_one_that_an_idle_parser_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both come before the parser runs."""
-    may_answer, under_way = asyncio.Event(), list[bytes]()
-    may_answer.set()
+class HeldParsers:
+    """A pool whose processes are replaced by functions that answer when `may_answer` is set."""
 
-    async def start() -> Any:
-        return SimpleNamespace(child=SimpleNamespace(returncode=None))
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_answer = asyncio.Event()
+        self.under_way: list[bytes] = []
 
-    async def end(process: Any) -> None:
-        return
+        async def start() -> Any:
+            return SimpleNamespace(child=SimpleNamespace(returncode=None))
 
-    async def exchange(process: Any, body: Body) -> tuple[bool, Any]:
-        under_way.append(bytes(body.data))
-        await may_answer.wait()
-        return True, "parsed"
+        async def end(process: Any) -> None:
+            return
 
-    for name, function in (("_start", start), ("_end", end), ("_exchange", exchange)):
-        monkeypatch.setattr(parser_pool, name, function)
-    pool = parser_pool.ParserPool()
+        async def exchange(process: Any, body: Body) -> tuple[bool, Any]:
+            self.under_way.append(bytes(body.data))
+            await self.may_answer.wait()
+            return True, "parsed"
 
-    def read(data: bytes) -> asyncio.Task[Any]:
-        return asyncio.ensure_future(pool.read(Body(bytearray(data), "generate", "", "gzip", 1 << 20), "t"))
+        for name, function in (("_start", start), ("_end", end), ("_exchange", exchange)):
+            monkeypatch.setattr(parser_pool, name, function)
+        self.pool = parser_pool.ParserPool()
 
-    assert await read(b"first") == "parsed"
-    may_answer.clear()
-    both = [read(b"second"), read(b"third")]
+    def read(self, data: bytes, tenant: str = "t") -> asyncio.Task[Any]:
+        return asyncio.ensure_future(self.pool.read(Body(bytearray(data), "generate", "", "gzip", 1 << 20), tenant))
+
+
+async def turns() -> None:
+    """Let everything run that waits for nothing else."""
     for _ in range(20):
         await asyncio.sleep(0)
-    assert under_way == [b"first", b"second", b"third"]
-    may_answer.set()
+
+
+async def test_a_body_does_not_wait_for_one_that_an_idle_parser_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both come before the parser runs."""
+    parsers = HeldParsers(monkeypatch)
+    parsers.may_answer.set()
+    assert await parsers.read(b"first") == "parsed"
+    parsers.may_answer.clear()
+    both = [parsers.read(b"second"), parsers.read(b"third")]
+    await turns()
+    assert parsers.under_way == [b"first", b"second", b"third"]
+    parsers.may_answer.set()
     assert await asyncio.gather(*both) == ["parsed", "parsed"]
-    await pool.close()
+    await parsers.pool.close()
+
+
+async def test_bodies_of_clients_that_have_left_are_dropped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while no parser becomes free: nothing counts their bytes any more."""
+    parsers = HeldParsers(monkeypatch)
+    busy = [parsers.read(b"one"), parsers.read(b"two", "u")]
+    await turns()
+    left = [parsers.read(b"same", tenant) for tenant in ("t", "u") for _ in range(3)]
+    stays = parsers.read(b"same")
+    await turns()
+    assert len(parsers.pool._waiting) == 7
+    for task in left:
+        task.cancel()
+    await asyncio.wait(left)
+    assert len(parsers.pool._waiting) == 1
+    parsers.may_answer.set()
+    assert await asyncio.gather(*busy, stays) == ["parsed"] * 3
+    assert parsers.under_way == [b"one", b"two", b"same"]
+    await parsers.pool.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

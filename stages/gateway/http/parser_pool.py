@@ -45,7 +45,7 @@ class ParserPool:
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
-        self._waiting: TenantTurns[tuple[Body, asyncio.Future[Any]]] = TenantTurns()
+        self._waiting: TenantTurns[_Job] = TenantTurns()
         self._parsers: set[asyncio.Task[None]] = set()
         self._n_idle = 0
         self._arrived = asyncio.Condition()
@@ -69,24 +69,29 @@ class ParserPool:
         await asyncio.gather(*self._parsers, return_exceptions=True)
 
     async def _read_elsewhere(self, body: Body, tenant: str) -> Any:
-        result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.add(tenant, (body, result))
+        job = _Job(body, asyncio.get_running_loop().create_future())
+        self._waiting.add(tenant, job)
         # An idle parser that was notified of an earlier body counts as idle until it runs.
         is_late = len(self._waiting) > self._n_idle
         if is_late and len(self._parsers) < PROCESSES and not self._is_closed:
             parser = asyncio.get_running_loop().create_task(self._parse())
             self._parsers.add(parser)
             parser.add_done_callback(self._parsers.discard)
-        async with self._arrived:
-            self._arrived.notify()
-        return await unpack_ids(await result)
+        try:
+            async with self._arrived:
+                self._arrived.notify()
+            answer = await job.result
+        finally:
+            if job in self._waiting.of(tenant):  # its client has left: nothing counts the bytes of the body any more
+                self._waiting.remove(tenant, job)
+        return await unpack_ids(answer)
 
-    def _next(self) -> tuple[Body, asyncio.Future[Any]] | None:
+    def _next(self) -> _Job | None:
         """Take the next body of the tenant whose turn it is; None if none waits."""
         while self._waiting:
-            body, result = self._waiting.take()
-            if not result.done():  # otherwise its client has left
-                return body, result
+            job = self._waiting.take()
+            if not job.result.done():  # otherwise its client has just left
+                return job
         return None
 
     async def _parse(self) -> None:
@@ -102,7 +107,7 @@ class ParserPool:
                             await self._arrived.wait()
                 finally:
                     self._n_idle -= 1
-                body, result = job
+                body, result = job.body, job.result
                 del job
                 is_valid, answer = False, _failure(None)
                 for _ in range(ATTEMPTS):
@@ -156,6 +161,16 @@ async def _to_tuple(ids: Any) -> tuple[int, ...]:
         numbers.extend(ids[begin : begin + IDS_AT_ONCE])
         await asyncio.sleep(0)
     return tuple(numbers)
+
+
+class _Job:
+    """A body, and what becomes of it. Two are equal only if they are one."""
+
+    __slots__ = ("body", "result")
+
+    def __init__(self, body: Body, result: asyncio.Future[Any]) -> None:
+        self.body = body
+        self.result = result
 
 
 class _Process(NamedTuple):
