@@ -12,7 +12,7 @@ import msgspec
 
 from pipeline.api.json_body import to_json
 from pipeline.api.requests.conversations import ConversationItem
-from pipeline.api.requests.response_items import add_message, read_item
+from pipeline.api.requests.response_items import add_message, encoded_item, joined_item, read_item
 from pipeline.errors import InvalidRequest, NotFound, StarlingError
 
 MAX_ITEMS = 4096  # of a conversation
@@ -68,8 +68,11 @@ def joined(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def stored_items(inputs: bytes) -> list[ConversationItem]:
     """Return the items of a stored response's input, which is JSON with their ids."""
-    shown = msgspec.json.decode(inputs, type=list[dict[str, Any]])
-    return [ConversationItem(item["id"], to_json(item), read_item(item, "input")) for item in shown]
+    items = []
+    for raw in msgspec.json.decode(inputs, type=list[msgspec.Raw]):
+        item = encoded_item(raw)
+        items.append(ConversationItem(item["id"], bytes(raw), read_item(joined_item(item), "input")))
+    return items
 
 
 def deleted_body(name: str) -> bytes:

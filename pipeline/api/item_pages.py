@@ -33,18 +33,33 @@ def read_page(query: Mapping[str, str]) -> Page:
     return Page(query.get("after", ""), int(limit), order == "asc")
 
 
-def page_body(items: Sequence[dict[str, Any]], page: Page) -> bytes:
-    """Return the body with a page of `items`, each with an `id`. Raises `InvalidRequest`."""
-    ordered = items if page.is_ascending else items[::-1]
+def page_body(items: bytes, page: Page) -> bytes:
+    """Return the body with a page of `items`: JSON, an array of objects with an `id`. Raises `InvalidRequest`.
+
+    All other values are copied: no Python objects are made of them.
+    """
+    ordered = msgspec.json.decode(items, type=list[msgspec.Raw])
+    if not page.is_ascending:
+        ordered.reverse()
     first = 0
     if page.after:
-        places = [index for index, item in enumerate(ordered, 1) if item["id"] == page.after]
-        if not places:
+        first = next((index for index, item in enumerate(ordered, 1) if _id_of(item) == page.after), 0)
+        if not first:
             raise unknown_after(page.after)
-        first = places[0]
     shown = ordered[first : first + page.limit]
-    made = [(item["id"], to_json(item)) for item in shown]
+    made = [(_id_of(item), bytes(item)) for item in shown]
     return list_body(made, has_more=len(ordered) > first + page.limit)
+
+
+class _Named(msgspec.Struct):
+    id: str
+
+
+_named = msgspec.json.Decoder(_Named)
+
+
+def _id_of(item: msgspec.Raw) -> str:
+    return _named.decode(item).id
 
 
 def list_body(items: Sequence[tuple[str, bytes]], *, has_more: bool) -> bytes:

@@ -6,7 +6,7 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ from pipeline.api.json_body import to_json
 from pipeline.api.json_prefix import JsonValue
 from pipeline.api.requests.conversations import ConversationItem, conversation_item
 from pipeline.api.requests.generation_request import GenerationRequest, ResponseFields
-from pipeline.api.requests.response_items import read_item
+from pipeline.api.requests.response_items import encoded_item, joined_item, read_item
 from pipeline.api.requests.tool_history import check_results, template_call
 from pipeline.errors import StarlingError
 
@@ -137,12 +137,24 @@ def answer_items(output: Sequence[dict[str, Any]]) -> list[ConversationItem]:
 
 
 def input_items(fields: ResponseFields, request_id: str) -> list[ConversationItem]:
-    """Return the items of a request's input."""
-    given = msgspec.json.decode(fields.inputs, type=list[dict[str, Any]])
-    name = request_id.removeprefix("req-")
+    """Return the items of a request's input, as a conversation has them."""
     return [
-        conversation_item(item, read_item(item, "input"), f"{name}i{index:03d}") for index, item in enumerate(given)
+        conversation_item(item, read_item(joined_item(item), "input"), name)
+        for name, item in _given(fields, request_id)
     ]
+
+
+def shown_inputs(fields: ResponseFields, request_id: str) -> bytes:
+    """Return the items of a request's input as clients see them: JSON, an array."""
+    items = (conversation_item(item, {}, name) for name, item in _given(fields, request_id))
+    return to_json([msgspec.Raw(item.item) for item in items])
+
+
+def _given(fields: ResponseFields, request_id: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The name of each item of the input, and the item."""
+    name = request_id.removeprefix("req-")
+    for index, item in enumerate(msgspec.json.decode(fields.inputs, type=list[msgspec.Raw])):
+        yield f"{name}i{index:03d}", encoded_item(item)
 
 
 def _text(item: dict[str, Any]) -> str:

@@ -104,12 +104,20 @@ async def _cancel(request: web.Request) -> web.StreamResponse:
 
 
 async def _input_items(request: web.Request) -> web.StreamResponse:
-    """GET /v1/responses/ID/input_items: the items of the input of a stored response."""
+    """GET /v1/responses/ID/input_items: the items of the input of a response that is stored, or in the background."""
     front, caller, name = request.app[FRONT], request[CALLER], request.match_info["id"]
     page = read_page(request.query)
     with front.counted(request[PRINCIPAL]):
-        stored = await front.responses.find(caller.tenant, name)
-        return await send_stored(request, page_body(stored.items, page))
+        await front.take_request(caller)
+        return await send_stored(request, page_body(await _inputs(front, caller, name), page))
+
+
+async def _inputs(front: Front, caller: Caller, name: str) -> bytes:
+    """The items of a response's input, as JSON. Raises `NotFound`, `StorageUnavailable`."""
+    with suppress(NotFound):
+        return (await front.responses.find(caller.tenant, name)).inputs
+    job = await front.responses.job(caller.tenant, name)  # it runs in the background, or has ended since the first look
+    return job.inputs if job is not None else (await front.responses.find(caller.tenant, name)).inputs
 
 
 def _json(body: bytes) -> web.Response:

@@ -338,7 +338,7 @@ def test_bounds_of_conversations_and_responses_together() -> None:
         await make(store, "other", item("i1", MIB // 3), tenant="b")
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         added = (item("i2"),)
-        response = StoredResponse("a", "r1", b"x" * (MIB // 3), [], added_to="c1", added=added)
+        response = StoredResponse("a", "r1", b"x" * (MIB // 3), [], added_to="c1", added=lambda: added)
         store.put(response, done.set_result)
         assert await done is None
         assert await names(store, "c1", "c2") == ["c1"]  # it was used last
@@ -358,7 +358,7 @@ def test_bounds_of_conversations_and_responses_together() -> None:
         with pytest.raises(TooLargeError, match="at most 4096"):
             await make(store, "many", *(item(f"i{i}", 1) for i in range(MAX_ITEMS + 1)))
         large: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        store.put(response._replace(id="r2", added=(item("i3", MIB),)), large.set_result)
+        store.put(response._replace(id="r2", added=lambda: (item("i3", MIB),)), large.set_result)
         error = await large
         assert (error.code, error.param) == ("INSUFFICIENT_RESOURCES", "conversation")
         assert await store.body("a", "r2") is None

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import ClientSession, ClientTimeout
 from aiohttp.test_utils import TestServer
 
+from pipeline.api.item_pages import Page
 from pipeline.config.schema import StoredResponsesConfig
 from pipeline.errors import StarlingError
 from stages.gateway.http.app import make_app
@@ -56,7 +57,7 @@ async def test_calls_beyond_a_bound_are_refused_and_no_computed_response_is(
         for call in (
             store.body("a", "first"),
             store.has("a", "first"),
-            store.inputs("a", "first"),
+            store.inputs("a", "first", Page("", 20, False)),
             store.delete("a", "first"),
             store.transact(lambda db, now: None, "a"),
             store.transact(lambda db, now: None, caller="a"),

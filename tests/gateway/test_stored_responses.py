@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.api.item_pages import Page
 from pipeline.config.schema import StoredResponsesConfig
 from pipeline.errors import StarlingError
 from stages.gateway.requests.stored_responses import StoredResponse, StoredResponses
@@ -172,13 +173,16 @@ def test_a_disk_that_takes_nothing_is_reported(tmp_path: Path) -> None:
     run(use, tmp_path / "file" / "responses.db")  # its directory is a file
 
 
-@pytest.mark.parametrize("name", ["has", "body", "conversation", "delete", "inputs"])
-def test_a_file_that_cannot_be_used_is_reported_to_readers(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("has", ()), ("body", ()), ("conversation", ()), ("delete", ()), ("inputs", (Page("", 1, True),))],
+)
+def test_a_file_that_cannot_be_used_is_reported_to_readers(tmp_path: Path, name: str, more: tuple[Any, ...]) -> None:
     (tmp_path / "file").write_text("")
 
     async def use(store: StoredResponses, clock: Clock) -> None:
         with pytest.raises(StarlingError, match=r"server\.state_dir") as refused:
-            await getattr(store, name)("a", "r1")
+            await getattr(store, name)("a", "r1", *more)
         assert (refused.value.code, store.errors) == ("STORAGE_UNAVAILABLE", 1)
 
     run(use, tmp_path / "file" / "responses.db")

@@ -53,7 +53,7 @@ class Store:
     async def put(self, tenant: str, name: str, size: int) -> None:
         done: asyncio.Future[StarlingError | None] = asyncio.get_running_loop().create_future()
         item = ConversationItem(f"item_{size}", b"x" * (size // 2), {"role": "user", "content": ""})
-        response = StoredResponse(tenant, name, b"x" * size, [], added_to=name, added=(item,))
+        response = StoredResponse(tenant, name, b"x" * size, [], added_to=name, added=lambda: (item,))
         self.store.put(response, done.set_result)
         error = await done
         assert error is None or error.code == "INSUFFICIENT_RESOURCES", error

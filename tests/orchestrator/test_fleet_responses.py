@@ -286,6 +286,9 @@ def test_responses_in_the_background_are_bounded_and_keyed(pair: Pair, engines: 
     made = [one.post(PATH, said("Hello", background=True), keyed) for one in (first, second, first)]
     assert [one.status for one in made] == [200] * 3 and len({one.json["id"] for one in made}) == 1
     assert {one.json["status"] for one in made} <= {"queued", "in_progress"}
+    for orchestrator in pair:
+        items = orchestrator.get(f"{PATH}/{made[0].json['id']}/input_items", MINE).json["data"]
+        assert [item["content"][0]["text"] for item in items] == ["please say Hello"]
     other = second.post(PATH, said("Other", background=True), keyed)
     assert (other.status, other.error["param"]) == (409, "Idempotency-Key")
     names = [made[0].json["id"]]

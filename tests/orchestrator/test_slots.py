@@ -13,6 +13,7 @@ from aiohttp import web
 
 from pipeline.api.fair_shares import FairShares
 from pipeline.api.held_bytes import UNCOUNTED_BYTES, answer_shares, body_shares
+from pipeline.api.json_body import to_json
 from pipeline.api.keys import Caller
 from pipeline.api.response_object import response_id_of
 from pipeline.config.schema import ServerConfig
@@ -152,7 +153,7 @@ class Stored:
     """What is stored of a conversation or a response: large."""
 
     item = body = bytes(MIB)
-    items: tuple[dict[str, Any], ...] = ({"id": "x", "text": "x" * MIB},)
+    inputs = to_json([{"id": "x", "text": "x" * MIB}])
 
     def page_body(self, page: object) -> bytes:
         return bytes(MIB)
@@ -167,13 +168,13 @@ class Read(dict[Any, Any]):
     method = "GET"
 
     def __init__(self, slots: RequestSlots, answers: FairShares) -> None:
-        async def get(*names: str) -> Stored:
+        async def get(*names: object) -> Stored:
             return Stored()
 
         conversations = SimpleNamespace(get=get)
         responses = SimpleNamespace(conversations=conversations, find=get, request_of=lambda *names: "req-1")
         super().__init__({CALLER: Caller("a"), PRINCIPAL: "a"})
-        self.app = {FRONT: SimpleNamespace(counted=slots.counted, responses=responses)}
+        self.app = {FRONT: SimpleNamespace(counted=slots.counted, responses=responses, take_request=get)}
         self.match_info, self.query = {"id": "x", "item": "x"}, dict[str, str]()
         self.held: Callable[[], tuple[int, int]] = lambda: (slots.held, answers.held // MIB)
         self.sent = (0, 0)

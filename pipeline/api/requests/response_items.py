@@ -8,7 +8,10 @@ function_call_output    its result
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from pipeline.api.fields import Reader, Unsupported, invalid_value, object_schema, one_of, read_fields, show, text
 from pipeline.api.json_schema import any_of, array_of, described
@@ -52,6 +55,30 @@ def read_item(value: Any, name: str) -> dict[str, Any]:
         f"{name}.type is {show(kind)}; this server accepts message, reasoning, function_call and function_call_output",
         f"{name}.type",
     )
+
+
+def encoded_item(item: msgspec.Raw) -> dict[str, Any]:
+    """Return the fields of a valid item. Only texts and nulls are decoded: clients choose how much the others hold."""
+    fields = msgspec.json.decode(item, type=dict[str, msgspec.Raw])
+    return {
+        name: msgspec.json.decode(value) if bytes(memoryview(value)[:1]) in (b'"', b"n") else value
+        for name, value in fields.items()
+    }
+
+
+def joined_item(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an `encoded_item` for `read_item`: the texts of its parts joined, and without what has no effect."""
+    joined = {field: value for field, value in item.items() if field not in ("parsed_arguments", "summary")}
+    for field in ("content", "output"):
+        if isinstance(value := item.get(field), msgspec.Raw):
+            parts = msgspec.json.decode(value, type=list[_Part])
+            joined[field] = [{"type": parts[0].type, "text": "".join(part.text for part in parts)}] if parts else []
+    return joined
+
+
+class _Part(msgspec.Struct):
+    type: str
+    text: str
 
 
 def _read_message(value: dict[str, Any], name: str) -> dict[str, Any]:

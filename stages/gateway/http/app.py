@@ -73,7 +73,7 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
     app.router.add_get("/v1/responses/{id}", response_endpoints.get_response)
     app.router.add_delete("/v1/responses/{id}", response_endpoints.delete_response)
     app.router.add_post("/v1/responses/{id}/cancel", response_endpoints.cancel_response)
-    app.router.add_get("/v1/responses/{id}/input_items", conversation_endpoints.list_input_items)
+    app.router.add_get("/v1/responses/{id}/input_items", response_endpoints.list_input_items)
     app.router.add_post("/v1/conversations", conversation_endpoints.create)
     app.router.add_get("/v1/conversations/{id}", conversation_endpoints.get)
     app.router.add_post("/v1/conversations/{id}", conversation_endpoints.update)

@@ -1,4 +1,4 @@
-"""Handlers of /v1/conversations, and of the items of a response's input."""
+"""Handlers of /v1/conversations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, TypeVar
 from aiohttp import web
 
 from pipeline.api.conversation_object import Conversation, TooLargeError, deleted_body, missing, missing_item
-from pipeline.api.item_pages import list_body, page_body, read_page, unknown_after
+from pipeline.api.item_pages import list_body, read_page, unknown_after
 from pipeline.api.json_body import to_json
 from pipeline.api.requests.conversations import ID_PREFIX, ConversationItem, NewConversation
-from pipeline.errors import NotFound
 from stages.gateway.http.context import CALLER, PRINCIPAL, SERVICE
 from stages.gateway.http.request_body import read_body
 from stages.gateway.http.whole_response import send_body
@@ -162,14 +161,3 @@ async def delete_item(request: web.Request) -> web.StreamResponse:
 
     with request.app[SERVICE].in_flight.counted(request[PRINCIPAL]):
         return await send_body(request, to_json((await _transact(request, job)).shown))
-
-
-async def list_input_items(request: web.Request) -> web.StreamResponse:
-    """GET /v1/responses/ID/input_items: the items of the input of a stored response."""
-    service, name = request.app[SERVICE], request.match_info["id"]
-    page = read_page(request.query)
-    with service.in_flight.counted(request[PRINCIPAL]):
-        items = await service.responses.store.inputs(request[CALLER].tenant, name)
-        if items is None:
-            raise NotFound(f"there is no response {name[:80]!r}; it was not stored, or was deleted, or has expired")
-        return await send_body(request, page_body(items, page))

@@ -1,4 +1,4 @@
-"""Handlers of /v1/responses/ID: read, stream again, delete, cancel."""
+"""Handlers of /v1/responses/ID: read, stream again, delete, cancel, and the items of its input."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from aiohttp import web
 from aiohttp.hdrs import METH_HEAD
 
 from pipeline.api import sse
+from pipeline.api.item_pages import page_body, read_page
 from pipeline.api.json_body import to_json
-from pipeline.api.response_object import request_id_of
+from pipeline.api.requests.generation_request import ResponseFields
+from pipeline.api.response_object import request_id_of, shown_inputs
 from pipeline.errors import Conflict, InvalidRequest, NotFound, StarlingError, cancelled_by_client
 from stages.gateway.endpoints.response_events import response_object
 from stages.gateway.http.context import CALLER, PRINCIPAL, SERVICE, json_response
@@ -100,3 +102,21 @@ async def cancel_response(request: web.Request) -> web.StreamResponse:
         await service.responses.store.flushed()  # it is stored, or that has failed and is logged, and then
         await service.recovery.forget(state.id, tenant)  # journaled: a successor does not generate it again
         return await send_body(request, cancelled)
+
+
+async def list_input_items(request: web.Request) -> web.StreamResponse:
+    """GET /v1/responses/ID/input_items: the items of a response's input.
+
+    It counts as a request in the quotas: its work grows with the input, of which it shows a page.
+    """
+    service, tenant, name = request.app[SERVICE], request[CALLER].tenant, request.match_info["id"]
+    page = read_page(request.query)
+    with service.in_flight.counted(request[PRINCIPAL]):
+        service.admission.charge_attempt(request[CALLER])
+        if (running := find_open(service.recovery, name, tenant)) is not None:
+            inputs = shown_inputs(running.spec.generation.response or ResponseFields(), running.id)
+            return await send_body(request, page_body(inputs, page))
+        body = await service.responses.store.inputs(tenant, name, page)
+        if body is None:
+            raise _not_found(name)
+        return await send_body(request, body)

@@ -133,7 +133,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Ends a response in the background.", "Text", json_content("Response"), None, (*_KEYED, 400, 404)
     ),
     ("GET", "/v1/responses/{id}/input_items"): Operation(
-        "The items of a stored response's input, in pages.",
+        "The items of a response's input, in pages.",
         "Text",
         json_content("Items"),
         None,

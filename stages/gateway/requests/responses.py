@@ -18,6 +18,7 @@ import msgspec
 
 from pipeline.api.conversation_object import joined, missing
 from pipeline.api.json_body import to_json
+from pipeline.api.requests.conversations import ConversationItem
 from pipeline.api.requests.generation_request import GenerationRequest, ResponseFields
 from pipeline.api.response_object import (
     answer_items,
@@ -25,6 +26,7 @@ from pipeline.api.response_object import (
     input_items,
     request_id_of,
     response_id_of,
+    shown_inputs,
     with_conversation,
 )
 from pipeline.errors import Conflict, InvalidRequest, NotFound, Overloaded, StarlingError
@@ -108,17 +110,27 @@ class Responses:
         previous = []
         if fields.conversation_id:
             previous = await self._messages(tenant, fields.conversation_id)
-        elif fields.previous and not (previous := await self.store.conversation(tenant, fields.previous)):
-            raise NotFound(
-                f"there is no response {fields.previous[:80]!r}; it was not stored, or was deleted, or has expired",
-                "previous_response_id",
-            )
-        previous = previous or []
+        elif fields.previous:
+            previous = await self._stored_conversation(tenant, fields.previous)
         conversation = [*previous, *fields.conversation]
         if fields.is_stored:
             self.store.check_fits(len(msgspec.msgpack.encode(conversation)) + len(fields.inputs) + len(fields.repeated))
         before = "conversation" if fields.conversation_id else "previous_response_id"
         return with_conversation(generation, previous, before)
+
+    async def _stored_conversation(self, tenant: str, response_id: str) -> list[dict[str, Any]]:
+        """The messages up to a response. Raises `Conflict` while it is generated, and `NotFound`."""
+        request_id = request_id_of(response_id)
+        running = [r.spec for r in self._requests() if r.id == request_id]  # first: it may end while the file is read
+        found = await self.store.conversation(tenant, response_id)
+        if found:
+            return found
+        if any(s.tenant == tenant and s.generation.response and s.generation.response.is_stored for s in running):
+            raise Conflict(f"response {response_id!r} is being generated; wait for its end", "previous_response_id")
+        raise NotFound(
+            f"there is no response {response_id[:80]!r}; it was not stored, or was deleted, or has expired",
+            "previous_response_id",
+        )
 
     async def _messages(self, tenant: str, name: str) -> list[dict[str, Any]]:
         """The messages of a conversation. Raises `NotFound`."""
@@ -208,7 +220,7 @@ class Responses:
             self.store.check_room(tenant)
         except StarlingError:
             return
-        inputs = to_json([msgspec.Raw(item.item) for item in input_items(fields, request_id)])
+        inputs = shown_inputs(fields, request_id)
         is_over = asyncio.Event()
         failed = StoredResponse(tenant, response_id_of(request_id), to_json(response), [], inputs)
         self.store.put(failed, lambda error: is_over.set())
@@ -217,17 +229,20 @@ class Responses:
     @staticmethod
     def _stored(request: RequestState, response: dict[str, Any], conversation: list[dict[str, Any]]) -> StoredResponse:
         fields = request.spec.generation.response or ResponseFields()
-        inputs = input_items(fields, request.id)
         is_added = fields.conversation_id and request.outcome is Outcome.OPEN
+
+        def added() -> list[ConversationItem]:
+            return [*input_items(fields, request.id), *answer_items(response["output"])]
+
         return StoredResponse(
             request.spec.tenant,
             response_id_of(request.id),
             to_json(response),
             conversation,
-            to_json([msgspec.Raw(item.item) for item in inputs]),
+            shown_inputs(fields, request.id),
             is_stored=fields.is_stored,
             added_to=fields.conversation_id,
-            added=(*inputs, *answer_items(response["output"])) if is_added else (),
+            added=added if is_added else tuple,
         )
 
 

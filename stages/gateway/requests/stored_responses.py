@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import msgspec
 
 from pipeline.api.conversation_object import TooLargeError
+from pipeline.api.item_pages import Page, page_body
 from pipeline.api.requests.conversations import ConversationItem
 from pipeline.call_queue import CallQueue
 from pipeline.config.schema import StoredResponsesConfig
@@ -81,7 +82,7 @@ class StoredResponse(NamedTuple):
     inputs: bytes = b"[]"  # JSON, items
     is_stored: bool = True  # False: only its items are added to `added_to`
     added_to: str = ""  # a conversation, conv_HEX; "": none
-    added: tuple[ConversationItem, ...] = ()
+    added: Callable[[], Sequence[ConversationItem]] = tuple  # called in the thread: making them may take long
 
 
 class StoredResponses:
@@ -171,18 +172,20 @@ class StoredResponses:
         """Drop a response. False: there is none."""
         return await self._run(lambda: self._delete(tenant, response_id), tenant)
 
-    async def inputs(self, tenant: str, response_id: str) -> list[dict[str, Any]] | None:
-        """The items of a response's input; None: there is no such response."""
+    async def inputs(self, tenant: str, response_id: str, page: Page) -> bytes | None:
+        """The body with a page of the items of a response's input; None: there is no such response.
+
+        Raises `InvalidRequest`.
+        """
 
         def find() -> bytes | None:
             if self._get("id", tenant, response_id) is None:
                 return None
             where = "WHERE tenant = ? AND id = ?"
             row = self._open().execute(f"SELECT items FROM inputs {where}", (tenant, response_id)).fetchone()
-            return bytes(row[0]) if row is not None else b"[]"
+            return page_body(row[0] if row is not None else b"[]", page)
 
-        items = await self._run(find, tenant)
-        return msgspec.json.decode(items, type=list[dict[str, Any]]) if items is not None else None
+        return await self._run(find, tenant)
 
     async def transact(self, job: Callable[[sqlite3.Connection, float], T], tenant: str = "", caller: str = "") -> T:
         """Run a job of `stored_conversations.py` as one transaction, with the time; `tenant`: keep its bounds.
@@ -238,6 +241,7 @@ class StoredResponses:
         conversation = msgspec.msgpack.encode(response.conversation)
         size = len(response.body) + len(conversation) + len(response.inputs)
         tenant, name = response.tenant, response.id
+        added = response.added()
         if response.is_stored:
             self.check_fits(size)
         with db:
@@ -250,9 +254,9 @@ class StoredResponses:
                     (tenant, name, now, now + self._ttl_s, size, response.body, conversation),
                 )
                 db.execute("INSERT OR REPLACE INTO inputs VALUES (?, ?, ?)", (tenant, name, response.inputs))
-            if response.added_to and response.added:
+            if response.added_to and added:
                 room = self._row_bytes - (size if response.is_stored else 0)  # neither drops the other
-                conversations.add(db, tenant, response.added_to, response.added, now, self._ttl_s, room)
+                conversations.add(db, tenant, response.added_to, added, now, self._ttl_s, room)
             self._keep_bounds(db, tenant, now)
 
     def _keep_bounds(self, db: sqlite3.Connection, tenant: str, now: float) -> None:

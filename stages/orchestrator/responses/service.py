@@ -18,7 +18,7 @@ from pipeline.api.idempotency_key import other_body
 from pipeline.api.json_body import to_json
 from pipeline.api.requests.generation_request import GenerationRequest, ResponseFields
 from pipeline.api.response_context import KeptResponse
-from pipeline.api.response_object import input_items, request_id_of, response_id_of, with_conversation
+from pipeline.api.response_object import request_id_of, response_id_of, shown_inputs, with_conversation
 from pipeline.errors import Conflict, NotFound, ResourceError, StarlingError, StorageUnavailable
 from stages.orchestrator.forward import Forward
 from stages.orchestrator.prefixes import block_hashes
@@ -179,7 +179,6 @@ class Responses:
     ) -> Job:
         """A request that is to run in the background. `digest`: of its body; `at`: s since 1970."""
         fields = generation.response or ResponseFields()
-        items = input_items(fields, forward.id)
         return Job(
             request_id=forward.id,
             tenant=tenant,
@@ -194,7 +193,7 @@ class Responses:
             digest=digest,
             shown=queued_response(generation, forward.headers),
             conversation=joined.conversation,
-            inputs=to_json([msgspec.Raw(item.item) for item in items]),
+            inputs=shown_inputs(fields, forward.id),
         )
 
     # ---------------------------------------------------------------- after it

@@ -34,11 +34,6 @@ class Stored(msgspec.Struct, array_like=True, frozen=True):
         return msgspec.msgpack.decode(self.conversation, type=list[dict[str, Any]])
 
     @property
-    def items(self) -> list[dict[str, Any]]:
-        """The items of the input."""
-        return msgspec.json.decode(self.inputs, type=list[dict[str, Any]])
-
-    @property
     def status(self) -> str:
         """How it has ended."""
         return str(msgspec.json.decode(self.body, type=dict[str, Any])["status"])

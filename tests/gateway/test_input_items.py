@@ -1,0 +1,91 @@
+"""The items of a response's input: while it is generated, in pages, and at what cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pipeline.api.conversation_object import stored_items
+from pipeline.api.item_pages import Page, page_body
+from pipeline.api.json_body import to_json
+from pipeline.api.requests.conversations import conversation_item
+from pipeline.api.requests.generation_request import ResponseFields
+from pipeline.api.requests.response_items import read_item
+from pipeline.api.response_object import input_items, shown_inputs
+from tests.gateway.response_bodies import said
+from tests.gateway.server import MakeServer, Server
+
+PATH = "/v1/responses"
+ITEMS: list[dict[str, Any]] = [
+    {"role": "user", "content": "Größe?"},
+    {"type": None, "id": "m", "role": "developer", "content": [{"type": "input_text", "text": t} for t in ("a", "b")]},
+    {"role": "user", "content": []},
+    {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": None, "content": None},
+    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": t} for t in ("I ", "think")]},
+    {
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [
+            {
+                "type": "output_text",
+                "text": "x\n",
+                "annotations": [0, {"a": [None]}],
+                "logprobs": [],
+                "parsed": {"b": 1},
+            }
+        ],
+    },
+    {"role": "assistant", "content": "y"},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": [1, 2]}', "parsed_arguments": {"a": 1}},
+    {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": t} for t in ("1", "2")]},
+    {"type": "function_call_output", "call_id": "c", "output": ""},
+]
+
+
+def test_items_are_those_that_were_sent() -> None:
+    fields = ResponseFields(inputs=to_json(ITEMS))
+    expected = [conversation_item(item, read_item(item, "x"), f"1i{at:03d}") for at, item in enumerate(ITEMS)]
+    shown = shown_inputs(fields, "req-1")
+    assert input_items(fields, "req-1") == stored_items(shown) == expected
+    assert shown == to_json([msgspec.Raw(item.item) for item in expected])
+
+
+def test_what_has_no_effect_is_copied() -> None:
+    """A million numbers would take tens of ms of the event loop if objects were made of them, as of this one."""
+    part = b'{"type":"output_text","text":"x","annotations":[1e999]}'
+    fields = ResponseFields(inputs=b'[{"type":"message","role":"assistant","content":[%b]}]' % part)
+    shown = shown_inputs(fields, "req-1")
+    assert part in shown
+    assert part in page_body(shown, Page("", 1, True))
+    for (item,) in (input_items(fields, "req-1"), stored_items(shown)):
+        assert (part in item.item, item.message) == (True, {"role": "assistant", "content": "x"})
+
+
+def test_a_response_that_is_generated(server: Server) -> None:
+    server.peers.do(lambda: setattr(server.peers, "is_stepping", False))
+    try:
+        name = server.post(PATH, said("x", background=True)).json["id"]
+        streamed = said("x", background=True, previous_response_id=name)
+        refused = server.post(PATH, streamed)
+        assert (refused.status, refused.error["param"]) == (409, "previous_response_id")
+        assert "is being generated" in refused.error["message"]
+        items = server.get(f"{PATH}/{name}/input_items")
+        assert items.status == 200, items.body
+        assert [item["content"][0]["text"] for item in items.json["data"]] == ["please say x"]
+        assert server.get(f"{PATH}/{name}/input_items?after=y").error["param"] == "after"
+    finally:
+        server.peers.do(lambda: setattr(server.peers, "is_stepping", True))
+    assert server.get("/v1/requests/" + name.replace("resp_", "req-")).json["status"] == "completed"
+    assert server.get(f"{PATH}/{name}/input_items").body == items.body
+    assert server.post(PATH, streamed).status == 200
+
+
+def test_reading_counts_as_a_request(make_server: MakeServer) -> None:
+    server = make_server(rate_limits={"requests_per_minute": 2})
+    server.wait_ready()
+    name = server.post(PATH, said("x")).json["id"]
+    answers = [server.get(f"{PATH}/{name}/input_items") for _ in range(2)]
+    assert [answer.status for answer in answers] == [200, 429]
+    assert answers[1].error["code"] == "RATE_LIMITED"
