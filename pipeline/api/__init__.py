@@ -23,6 +23,7 @@ conversation_object.py conversations as objects, their bounds, and the messages 
 idempotency_key.py     keys of repetitions, and the digest of a body
 response_context.py    how an orchestrator gives an engine the conversation before a request
 item_pages.py          lists in pages
+query.py               parameters of URLs
 json_prefix.py         JSON while it is being generated, and the whole value of one that was cut off
 page_names.py          how engines name the KV pages of a prompt to orchestrators
 """

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipeline.api.json_body import to_json
+from pipeline.api.query import check_names
 from pipeline.errors import InvalidRequest
 
 MAX_LIMIT = 100
@@ -25,6 +26,7 @@ class Page(NamedTuple):
 
 def read_page(query: Mapping[str, str]) -> Page:
     """Read the parameters. Raises `InvalidRequest`."""
+    check_names(query, ("after", "limit", "order"))
     limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", "desc")
     if not re.fullmatch("[0-9]{1,9}", limit) or not 1 <= int(limit) <= MAX_LIMIT:
         raise InvalidRequest(f"limit is {limit[:40]!r}; it must be a whole number from 1 to {MAX_LIMIT}", "limit")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 
 from aiohttp import web
@@ -12,13 +11,12 @@ from pipeline.api import sse
 from pipeline.api.item_pages import page_body, read_page
 from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.api.keys import Caller
+from pipeline.api.query import read_streaming
 from pipeline.errors import InvalidRequest, NotFound
 from stages.orchestrator.event_response import send_stored
 from stages.orchestrator.front import Front
 from stages.orchestrator.http_app import CALLER, FRONT, PRINCIPAL, answer
 from stages.orchestrator.responses.service import PATH
-
-_NUMBER = re.compile("-1|[0-9]{1,12}")  # a sequence number; -1: before the first
 
 
 def add_routes(app: web.Application) -> None:
@@ -35,21 +33,17 @@ async def _get(request: web.Request) -> web.StreamResponse:
     `Last-Event-ID`, which a client that reconnects adds to the same URL, is used instead if there is one.
     """
     front, caller, name = request.app[FRONT], request[CALLER], request.match_info["id"]
+    after = read_streaming(request.query)
     with front.counted(request[PRINCIPAL]):
         request_id = front.responses.request_of(caller.tenant, name)
-        if request.query.get("stream", "false") == "true":
-            after = request.query.get("starting_after", "-1")
-            if not _NUMBER.fullmatch(after):
-                raise InvalidRequest(
-                    f"starting_after is {after[:40]!r}; it must be the sequence_number of an event", "starting_after"
-                )
+        if after is not None:
             last_id = request.headers.get("Last-Event-ID", "")
             ticket = await front.ticket_of(caller, request_id, last_id)
             if not ticket.forward.is_stream:
                 raise InvalidRequest("the response was not made with stream: true; leave stream out", "stream")
             if request.method == METH_HEAD:
                 return web.Response(headers=sse.HEADERS)
-            return await answer(request, front, ticket, -1 if last_id else int(after))
+            return await answer(request, front, ticket, -1 if last_id else after)
         return await send_stored(request, await _current(front, caller, name))
 
 

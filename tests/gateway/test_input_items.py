@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
+import pytest
 
 from pipeline.api.conversation_object import stored_items
 from pipeline.api.item_pages import Page, page_body
@@ -89,3 +91,34 @@ def test_reading_counts_as_a_request(make_server: MakeServer) -> None:
     answers = [server.get(f"{PATH}/{name}/input_items") for _ in range(2)]
     assert [answer.status for answer in answers] == [200, 429]
     assert answers[1].error["code"] == "RATE_LIMITED"
+
+
+WRONG = [
+    ("?stream=1", "stream"),
+    ("?stream=True", "stream"),
+    ("?stream=", "stream"),
+    ("?starting_after=5", "starting_after"),
+    ("?stream=false&starting_after=5", "starting_after"),
+    ("?stream=true&stream=false", "stream"),
+    ("?include[]=reasoning.encrypted_content", "include[]"),
+    ("?include_obfuscation=true", "include_obfuscation"),
+    ("?stream=true&staring_after=5", "staring_after"),
+    ("/input_items?before=x", "before"),
+    ("/input_items?limits=5", "limits"),
+    ("/input_items?limit=5&limit=6", "limit"),
+]
+
+
+@pytest.mark.parametrize(("query", "param"), WRONG)
+def test_parameters_of_urls_are_honoured_or_refused(server: Server, query: str, param: str) -> None:
+    refused = server.get(f"{PATH}/resp_00{query}")
+    assert (refused.status, refused.error["param"]) == (400, param), refused.body
+    if query.startswith("/input"):
+        refused = server.get(f"/v1/conversations/conv_00/items?{query.partition('?')[2]}")
+        assert (refused.status, refused.error["param"]) == (400, param)
+
+
+def test_no_padding_is_asked_for(server: Server) -> None:
+    name = server.post(PATH, said("x")).json["id"]
+    response = server.get(f"{PATH}/{name}?include_obfuscation=false&stream=false")
+    assert json.loads(response.body)["id"] == name

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 from aiohttp import web
 from aiohttp.hdrs import METH_HEAD
 
 from pipeline.api import sse
 from pipeline.api.item_pages import page_body, read_page
 from pipeline.api.json_body import to_json
+from pipeline.api.query import read_streaming
 from pipeline.api.requests.generation_request import ResponseFields
 from pipeline.api.response_object import request_id_of, shown_inputs
 from pipeline.errors import Conflict, InvalidRequest, NotFound, StarlingError, cancelled_by_client
@@ -19,8 +18,6 @@ from stages.gateway.http.text_endpoints import cursor_of, resume
 from stages.gateway.http.whole_response import send_body
 from stages.gateway.requests.responses import check_cancel, find_open
 from stages.gateway.requests.spec import RequestSpec
-
-_NUMBER = re.compile("-1|[0-9]{1,12}")  # a sequence number; -1: before the first
 
 
 def _not_found(response_id: str) -> NotFound:
@@ -33,12 +30,8 @@ async def get_response(request: web.Request) -> web.StreamResponse:
     `Last-Event-ID`, which a client that reconnects adds to the same URL, is used instead if there is one.
     """
     service, tenant, name = request.app[SERVICE], request[CALLER].tenant, request.match_info["id"]
-    if request.query.get("stream", "false") == "true":
-        after = request.query.get("starting_after", "-1")
-        if not _NUMBER.fullmatch(after):
-            raise InvalidRequest(
-                f"starting_after is {after[:40]!r}; it must be the sequence_number of an event", "starting_after"
-            )
+    after = read_streaming(request.query)
+    if after is not None:
         request_id = request_id_of(name)
         cursor = cursor_of(request, request_id)
 
@@ -51,7 +44,7 @@ async def get_response(request: web.Request) -> web.StreamResponse:
         if request.method == METH_HEAD:
             check(service.resumer.spec_of(request_id, tenant, cursor))
             return web.Response(headers=sse.HEADERS)
-        return await resume(request, service, request_id, cursor, check, int(after))
+        return await resume(request, service, request_id, cursor, check, after)
     with service.in_flight.counted(request[PRINCIPAL]):
         if (running := find_open(service.recovery, name, tenant)) is not None:
             return await send_body(request, to_json(response_object(running)))
