@@ -41,7 +41,7 @@ from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from shm.pages import NUMERICS
 from stages.gateway.admission.in_flight import InFlight
-from stages.gateway.admission.lengths import check_prompt_logprobs, check_text_count, output_budget
+from stages.gateway.admission.lengths import bound_logprobs, check_prompt_logprobs, check_text_count, output_budget
 from stages.gateway.admission.prompts import check_ids, prompt_field, tokenize_prediction, tokenize_prompts
 from stages.gateway.admission.server_readiness import READY_WAIT_S, ServerReadiness
 from stages.gateway.reasoning.switch import prefix_of, reasoning_of
@@ -309,6 +309,14 @@ class Admission:
             )
             for index, prompt in enumerate(prompts)
         ]
+        if generation.logprobs:
+            budgets = bound_logprobs(
+                budgets,
+                generation.n,
+                generation.sampling.logprobs,
+                generation.max_tokens_field,
+                is_given=generation.max_tokens is not None,
+            )
         if (top := generation.prompt_logprobs) is not msgspec.UNSET:
             is_echo = generation.echo and not generation.shows_prompt_logprobs
             field = "logprobs" if is_echo else "prompt_logprobs"

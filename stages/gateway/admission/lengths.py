@@ -9,6 +9,7 @@ from pipeline.errors import InvalidRequest
 
 CONTEXT_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
 MAX_PROMPT_LOGPROBS = 1 << 18  # values of a request; 2 MB, and as JSON about 10 MB
+MAX_OUTPUT_LOGPROBS = 1 << 19  # values of a request; 60 MB, and as JSON about 40 MB
 
 
 class Bounds(NamedTuple):
@@ -100,6 +101,26 @@ def check_prompt_logprobs(n_tokens: int, top: int, field: str) -> None:
             f"values are allowed in a request: ask for fewer, or send several requests",
             field,
         )
+
+
+def bound_logprobs(budgets: list[int], n: int, top: int, max_field: str, *, is_given: bool) -> list[int]:
+    """Return how many tokens may be generated for each prompt with log probabilities of each token and `top` others.
+
+    budgets: without this bound, of `n` texts each.  is_given: the client asks for them, and gets `InvalidRequest` for
+    too many values; otherwise answers end earlier.
+    """
+    values = n * (1 + top)
+    if sum(budgets) * values <= MAX_OUTPUT_LOGPROBS:
+        return budgets
+    most = max(1, MAX_OUTPUT_LOGPROBS // (values * len(budgets)))
+    if is_given:
+        raise InvalidRequest(
+            f"{max_field} is {max(budgets)}, with {1 + top} log probabilities of each token, in all choices together "
+            f"{sum(budgets) * values}; at most {MAX_OUTPUT_LOGPROBS} values are allowed in a request: "
+            f"set {max_field} to at most {most}, or ask for fewer",
+            max_field,
+        )
+    return [min(budget, most) for budget in budgets]
 
 
 def check_text_count(n_prompts: int, n: int, config: Config, model: ModelConfig) -> None:

@@ -10,6 +10,7 @@ generate_formatter.py     the server's own text endpoint
 response_formatter.py     the interface of their formatters
 openai_formatter.py       what the formatters of chat and completions have in common
 prompt_logprobs.py        the log probabilities of prompts, in each API's form
+output_logprobs.py        and those of answers, encoded in parts
 embedding_response.py     /v1/embeddings
 rerank_response.py        /v1/rerank and /v1/score
 tokenize_response.py      /v1/tokenize

@@ -35,13 +35,13 @@ class ChatFormatter(OpenAIFormatter):
         return {} if prompt is None else {"prompt_logprobs": prompt.vllm()}
 
     def _logprobs(self, sequence: SequenceState, begin: int, end: int) -> dict[str, Any]:
-        content = []
-        for token, logprob in zip(sequence.tokens[begin:end], sequence.logprobs[begin:end]):
-            entry = self._token_logprob(token, logprob.logprob)
-            top = logprob.top[: self._request.spec.generation.top_logprobs]
-            entry["top_logprobs"] = [self._token_logprob(t, p) for t, p in top]
-            content.append(entry)
-        return {"content": content, "refusal": None}
+        return {"content": self._values.of(sequence, begin, end, self._token_value), "refusal": None}
+
+    def _token_value(self, sequence: SequenceState, at: int) -> dict[str, Any]:
+        logprob = sequence.logprobs[at]
+        entry = self._token_logprob(sequence.tokens[at], logprob.logprob)
+        top = logprob.top[: self._request.spec.generation.top_logprobs]
+        return {**entry, "top_logprobs": [self._token_logprob(t, p) for t, p in top]}
 
     def _token_logprob(self, token: int, logprob: float) -> dict[str, Any]:
         piece = self._vocabulary.get(token)

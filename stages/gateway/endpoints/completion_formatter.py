@@ -70,13 +70,25 @@ class CompletionFormatter(OpenAIFormatter):
 
     def _logprobs(self, sequence: SequenceState, begin: int, end: int) -> dict[str, Any]:
         """Return OpenAI's four parallel lists; a token that is not UTF-8 is named by its bytes."""
-        tokens, values, tops, offsets = [], [], [], []
-        skip_special = self._request.spec.generation.skip_special
-        for token, logprob in zip(sequence.tokens[begin:end], sequence.logprobs[begin:end]):
-            key = token_key(self._vocabulary.get(token))
-            tokens.append(key)
-            values.append(finite_logprob(logprob.logprob))
-            top = {token_key(self._vocabulary.get(t)): finite_logprob(p) for t, p in logprob.top}
-            tops.append(top | {key: values[-1]})
-            offsets.append(self._offsets[sequence.index].next(self._vocabulary.shown(token, skip_special)))
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+        end = min(end, len(sequence.logprobs))
+        tokens, logprobs = sequence.tokens[begin:end], sequence.logprobs[begin:end]
+        return {
+            "tokens": [token_key(self._vocabulary.get(token)) for token in tokens],
+            "token_logprobs": [finite_logprob(one.logprob) for one in logprobs],
+            "top_logprobs": self._values.of(sequence, begin, end, self._token_value),
+            "text_offset": [self._next_offset(sequence, token) for token in tokens],
+        }
+
+    def _token_value(self, sequence: SequenceState, at: int) -> dict[str, float]:
+        logprob, vocabulary = sequence.logprobs[at], self._vocabulary
+        top = {token_key(vocabulary.get(t)): finite_logprob(p) for t, p in logprob.top}
+        return top | {token_key(vocabulary.get(sequence.tokens[at])): finite_logprob(logprob.logprob)}
+
+    def skip(self, sequence: SequenceState, text: str, end: int, *, is_whole: bool) -> None:
+        """See `ResponseFormatter`."""
+        for token in sequence.tokens[:end] if sequence.logprobs else ():
+            self._next_offset(sequence, token)
+
+    def _next_offset(self, sequence: SequenceState, token: int) -> int:
+        shown = self._vocabulary.shown(token, self._request.spec.generation.skip_special)
+        return self._offsets[sequence.index].next(shown)

@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.api.json_body import to_json
+from stages.gateway.endpoints.output_logprobs import OutputLogprobs
 from stages.gateway.endpoints.prompt_logprobs import scored_prompt
 from stages.gateway.endpoints.response_formatter import ResponseFormatter, finite_logprob, token_text, usage
 from stages.gateway.requests.state import RequestState, SequenceState
@@ -33,6 +34,7 @@ class GenerateFormatter(ResponseFormatter):
     def __init__(self, request: RequestState, vocabulary: TokenBytes) -> None:
         self._request = request
         self._vocabulary = vocabulary
+        self._values = OutputLogprobs()
         self._shows_tokens = not request.spec.plugins  # whose text is not what the client gets
         self._header = {
             "id": request.id,
@@ -43,6 +45,10 @@ class GenerateFormatter(ResponseFormatter):
         }
         if request.spec.generation.turn is not None:
             self._header["session_id"] = request.spec.generation.turn.session
+
+    async def prepare(self, sequence: SequenceState, begin: int) -> None:
+        """See `ResponseFormatter`."""
+        await self._values.prepare(sequence, begin, self._token_value)
 
     def opening_events(self) -> list[bytes]:
         """See `ResponseFormatter`. With `prompt_logprobs` they have the prompts."""
@@ -67,7 +73,7 @@ class GenerateFormatter(ResponseFormatter):
             "start": begin,
         }
         if sequence.logprobs:
-            event["logprobs"] = self._logprobs(sequence, begin, end)
+            event["logprobs"] = self._values.of(sequence, begin, end, self._token_value)
         return to_json(event)
 
     def finish_event(self, sequence: SequenceState) -> bytes:
@@ -94,7 +100,9 @@ class GenerateFormatter(ResponseFormatter):
                 "tokens": s.tokens[: s.n_emitted] if self._shows_tokens else [],
                 "finish_reason": s.finish_reason,
                 "stop_string": s.stop_string or None,
-                "logprobs": self._logprobs(s, 0, s.n_emitted) if request.spec.generation.logprobs else None,
+                "logprobs": self._values.of(s, 0, s.n_emitted, self._token_value)
+                if request.spec.generation.logprobs
+                else None,
                 **self._prompt_part(s),
             }
             for s in request.sequences
@@ -105,13 +113,10 @@ class GenerateFormatter(ResponseFormatter):
         prompt = scored_prompt(self._request, sequence, self._vocabulary)
         return {} if prompt is None else {"prompt_logprobs": prompt.entries(0, len(prompt))}
 
-    def _logprobs(self, sequence: SequenceState, begin: int, end: int) -> list[dict[str, Any]]:
-        entries = []
-        for token, logprob in zip(sequence.tokens[begin:end], sequence.logprobs[begin:end]):
-            entry = self._token_logprob(token, logprob.logprob)
-            entry["top"] = [self._token_logprob(t, p) for t, p in logprob.top]
-            entries.append(entry)
-        return entries
+    def _token_value(self, sequence: SequenceState, at: int) -> dict[str, Any]:
+        logprob = sequence.logprobs[at]
+        entry = self._token_logprob(sequence.tokens[at], logprob.logprob)
+        return {**entry, "top": [self._token_logprob(t, p) for t, p in logprob.top]}
 
     def _token_logprob(self, token: int, logprob: float) -> dict[str, Any]:
         piece = self._vocabulary.get(token)

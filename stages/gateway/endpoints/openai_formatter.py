@@ -10,6 +10,7 @@ from abc import abstractmethod
 from typing import Any
 
 from pipeline.api.json_body import to_json
+from stages.gateway.endpoints.output_logprobs import OutputLogprobs
 from stages.gateway.endpoints.response_formatter import ResponseFormatter, usage
 from stages.gateway.requests.state import RequestState, SequenceState
 from stages.gateway.requests.token_bytes import TokenBytes
@@ -30,6 +31,7 @@ class OpenAIFormatter(ResponseFormatter):
     def __init__(self, request: RequestState, vocabulary: TokenBytes) -> None:
         self._request = request
         self._vocabulary = vocabulary
+        self._values = OutputLogprobs()
         self._header = {
             "id": f"{self.ID_PREFIX}{request.spec.hex}",
             "object": self.EVENT_OBJECT,
@@ -63,6 +65,10 @@ class OpenAIFormatter(ResponseFormatter):
     def _logprobs(self, sequence: SequenceState, begin: int, end: int) -> Any:
         """Return the `logprobs` of the output tokens [begin, end)."""
 
+    @abstractmethod
+    def _token_value(self, sequence: SequenceState, at: int) -> Any:
+        """Return what `_logprobs` has for the alternatives to one output token."""
+
     def _whole_logprobs(self, sequence: SequenceState) -> Any:
         """Return the `logprobs` of a choice of a whole response."""
         return self._logprobs(sequence, 0, sequence.n_emitted)
@@ -73,6 +79,10 @@ class OpenAIFormatter(ResponseFormatter):
 
     def _finish_reason(self, sequence: SequenceState) -> str:
         return sequence.finish_reason
+
+    async def prepare(self, sequence: SequenceState, begin: int) -> None:
+        """See `ResponseFormatter`."""
+        await self._values.prepare(sequence, begin, self._token_value)
 
     def opening_events(self) -> list[bytes]:
         """See `ResponseFormatter`."""

@@ -35,7 +35,14 @@ class ResponseFormatter(Protocol):
 
     def skip(self, sequence: SequenceState, text: str, end: int, *, is_whole: bool) -> None:
         """Count `text`, from the beginning on, and the output tokens before `end` as sent. `is_whole`: it is all."""
-        self.text_event(sequence, text, 0, end)
+        return
+
+    async def prepare(self, sequence: SequenceState, begin: int) -> None:
+        """Do what takes long of the next event of a sequence, or of its part of a whole response: other streams go on.
+
+        begin: the output token from which on they are.
+        """
+        return
 
     def finish_event(self, sequence: SequenceState) -> bytes:
         """Return the event with the finish reason of a sequence."""

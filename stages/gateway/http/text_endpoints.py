@@ -12,7 +12,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import HttpVersion11, web
@@ -33,6 +33,7 @@ from stages.gateway.endpoints import chat_tools
 from stages.gateway.endpoints.completion_formatter import CompletionFormatter
 from stages.gateway.endpoints.generate_formatter import GenerateFormatter
 from stages.gateway.endpoints.message_formatter import MessageFormatter
+from stages.gateway.endpoints.output_logprobs import prepare_rest, whole_body
 from stages.gateway.endpoints.response_events import ResponsesFormatter, kept_record
 from stages.gateway.http.block_stream import BlockStream
 from stages.gateway.http.connection import PROBE, Connection
@@ -69,13 +70,6 @@ from stages.gateway.service import Service
 log = logging.getLogger("starling.gateway.http")
 
 LAST_BYTES_TIMEOUT_S = 30.0  # for a client to accept the end of its stream
-
-
-class WholeFormatter(Protocol):
-    """What all formatters have."""
-
-    def whole_response(self) -> bytes:
-        """Return the body of a response that is not streamed."""
 
 
 AnySink = StreamSink | WholeResponse | FanOutSink
@@ -402,8 +396,12 @@ async def resume(
                 whole.failed(state.error)
             return whole
 
+        async def prepare() -> None:
+            if state.spec.generation.stream:
+                await prepare_rest(formatter, state, cursor)
+
         answering.enter_context(service.timelines.responding(state, is_resumed=True))
-        sink = await service.resumer.resume(state, cursor, make_sink)
+        sink = await service.resumer.resume(state, cursor, make_sink, prepare)
         answering.callback(service.readers.leave, state, sink)
         return await _deliver(request, sink, formatter)
 
@@ -438,7 +436,7 @@ def _stream_sink(request: web.Request, state: RequestState, formatter: Any) -> S
 async def _deliver(
     request: web.Request,
     sink: StreamSink | WholeResponse,
-    formatter: WholeFormatter,
+    formatter: Any,
     opening: LoadingStream | None = None,
 ) -> web.StreamResponse:
     """Send what the sink collects, until its end, and note that its reader has it."""
@@ -454,17 +452,15 @@ async def _deliver(
 async def _send(
     request: web.Request,
     sink: StreamSink | WholeResponse,
-    formatter: WholeFormatter,
+    formatter: Any,
     opening: LoadingStream | None = None,
 ) -> web.StreamResponse:
     """Send what the sink collects, until its end."""
     if isinstance(sink, WholeResponse):
         await sink.over
-        if request[STATE].scores:  # a large answer: other streams go on meanwhile
-            return await send_body(request, await asyncio.to_thread(formatter.whole_response))
         kept = kept_record(request[STATE]) if RELAY in request.headers else b""
         request[KEPT] = len(kept)
-        return await send_body(request, formatter.whole_response() + kept)
+        return await send_body(request, await whole_body(formatter, request[STATE]) + kept)
     opening = opening or queued_stream(request)
     try:
         await opening.until(sink.begun)

@@ -10,7 +10,7 @@ again, because text can be held back for later tokens.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from pipeline.errors import Conflict, InvalidRequest, NotFound
@@ -63,16 +63,22 @@ class Resumer:
         return request
 
     async def resume(
-        self, request: RequestState, cursor: EventCursor | None, attach: Callable[[list[int]], AnySink]
+        self,
+        request: RequestState,
+        cursor: EventCursor | None,
+        attach: Callable[[list[int]], AnySink],
+        prepare: Callable[[], Awaitable[None]],
     ) -> AnySink:
         """Wait until the request has reached `cursor` again, then add the sink that `attach` returns.
 
-        `attach` gets the number of characters of each choice that the client has, and brings the sink up to date.
+        `attach` gets the number of characters of each choice that the client has, and brings the sink up to date, at
+        once; `prepare` is awaited before.
         """
         waiter = CatchUpWaiter(request, cursor)
         self._readers.join(request, waiter)
         try:
             await waiter.over
+            await prepare()
             sink = attach(await self._received(request, cursor) if cursor is not None else [])
         except BaseException:
             self._readers.leave(request, waiter)
