@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -12,6 +12,7 @@ from pipeline.api.json_body import to_json
 from pipeline.api.query import check_names
 from pipeline.errors import InvalidRequest
 
+T = TypeVar("T")
 MAX_LIMIT = 100
 DEFAULT_LIMIT = 20  # both as in OpenAI's API
 
@@ -35,22 +36,30 @@ def read_page(query: Mapping[str, str]) -> Page:
     return Page(query.get("after", ""), int(limit), order == "asc")
 
 
+def page_of(items: Sequence[tuple[str, bytes]], page: Page) -> bytes:
+    """Return the body with a page of items, given by id and JSON. Raises `InvalidRequest`."""
+    shown, has_more = _cut(items, page, lambda item: item[0])
+    return list_body(shown, has_more=has_more)
+
+
 def page_body(items: bytes, page: Page) -> bytes:
     """Return the body with a page of `items`: JSON, an array of objects with an `id`. Raises `InvalidRequest`.
 
     All other values are copied: no Python objects are made of them.
     """
-    ordered = msgspec.json.decode(items, type=list[msgspec.Raw])
-    if not page.is_ascending:
-        ordered.reverse()
+    shown, has_more = _cut(msgspec.json.decode(items, type=list[msgspec.Raw]), page, _id_of)
+    return list_body([(_id_of(item), bytes(item)) for item in shown], has_more=has_more)
+
+
+def _cut(items: Sequence[T], page: Page, id_of: Callable[[T], str]) -> tuple[Sequence[T], bool]:
+    """Return the items of a page, and whether there are more. Raises `InvalidRequest`."""
+    ordered = items if page.is_ascending else items[::-1]
     first = 0
     if page.after:
-        first = next((index for index, item in enumerate(ordered, 1) if _id_of(item) == page.after), 0)
+        first = next((index for index, item in enumerate(ordered, 1) if id_of(item) == page.after), 0)
         if not first:
             raise unknown_after(page.after)
-    shown = ordered[first : first + page.limit]
-    made = [(_id_of(item), bytes(item)) for item in shown]
-    return list_body(made, has_more=len(ordered) > first + page.limit)
+    return ordered[first : first + page.limit], len(ordered) > first + page.limit
 
 
 class _Named(msgspec.Struct):

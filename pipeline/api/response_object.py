@@ -144,10 +144,15 @@ def input_items(fields: ResponseFields, request_id: str) -> list[ConversationIte
     ]
 
 
-def shown_inputs(fields: ResponseFields, request_id: str) -> bytes:
-    """Return the items of a request's input as clients see them: JSON, an array."""
+def shown_inputs(fields: ResponseFields, request_id: str) -> list[tuple[str, bytes]]:
+    """Return the items of a request's input as clients see them: ids and JSON."""
     items = (conversation_item(item, {}, name) for name, item in _given(fields, request_id))
-    return to_json([msgspec.Raw(item.item) for item in items])
+    return [(item.id, item.item) for item in items]
+
+
+def inputs_json(fields: ResponseFields, request_id: str) -> bytes:
+    """Return the same as JSON, an array."""
+    return to_json([msgspec.Raw(item) for _, item in shown_inputs(fields, request_id)])
 
 
 def _given(fields: ResponseFields, request_id: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -14,7 +15,10 @@ from pipeline.api.json_body import to_json
 from pipeline.api.requests.conversations import conversation_item
 from pipeline.api.requests.generation_request import ResponseFields
 from pipeline.api.requests.response_items import read_item
-from pipeline.api.response_object import input_items, shown_inputs
+from pipeline.api.response_object import input_items, inputs_json
+from pipeline.config.schema import StoredResponsesConfig
+from pipeline.errors import InvalidRequest
+from stages.gateway.requests.stored_responses import StoredResponse, StoredResponses
 from tests.gateway.response_bodies import said
 from tests.gateway.server import MakeServer, Server
 
@@ -49,7 +53,7 @@ ITEMS: list[dict[str, Any]] = [
 def test_items_are_those_that_were_sent() -> None:
     fields = ResponseFields(inputs=to_json(ITEMS))
     expected = [conversation_item(item, read_item(item, "x"), f"1i{at:03d}") for at, item in enumerate(ITEMS)]
-    shown = shown_inputs(fields, "req-1")
+    shown = inputs_json(fields, "req-1")
     assert input_items(fields, "req-1") == stored_items(shown) == expected
     assert shown == to_json([msgspec.Raw(item.item) for item in expected])
 
@@ -58,11 +62,30 @@ def test_what_has_no_effect_is_copied() -> None:
     """A million numbers would take tens of ms of the event loop if objects were made of them, as of this one."""
     part = b'{"type":"output_text","text":"x","annotations":[1e999]}'
     fields = ResponseFields(inputs=b'[{"type":"message","role":"assistant","content":[%b]}]' % part)
-    shown = shown_inputs(fields, "req-1")
+    shown = inputs_json(fields, "req-1")
     assert part in shown
     assert part in page_body(shown, Page("", 1, True))
     for (item,) in (input_items(fields, "req-1"), stored_items(shown)):
         assert (part in item.item, item.message) == (True, {"role": "assistant", "content": "x"})
+
+
+async def test_a_page_is_found_without_reading_the_other_items() -> None:
+    store = StoredResponses(None, StoredResponsesConfig(), lambda: 1000.0)
+    done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    items = [("i1", b'{"id":"i1"}'), ("i2", b"not JSON"), ("i3", b'{"id":"i3"}')]
+    store.put(StoredResponse("a", "r1", b"{}", [], items), done.set_result)
+    assert await done is None
+    newest = json.loads(await store.inputs("a", "r1", Page("", 1, False)) or b"")
+    assert (newest["data"], newest["last_id"], newest["has_more"]) == ([{"id": "i3"}], "i3", True)
+    oldest = json.loads(await store.inputs("a", "r1", Page("i2", 9, False)) or b"")
+    assert (oldest["data"], oldest["has_more"]) == ([{"id": "i1"}], False)
+    with pytest.raises(InvalidRequest, match="the id of no item"):
+        await store.inputs("a", "r1", Page("i4", 9, False))
+    earlier = "UPDATE inputs SET items = ?"  # as earlier versions stored them
+    await store.transact(lambda db, now: db.execute(earlier, (b'[{"id":"i4"},{"id":"i5"}]',)))
+    first = json.loads(await store.inputs("a", "r1", Page("", 1, True)) or b"")
+    assert (first["data"], first["has_more"]) == ([{"id": "i4"}], True)
+    store.close(timeout_s=60)
 
 
 def test_a_response_that_is_generated(server: Server) -> None:

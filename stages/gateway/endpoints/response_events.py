@@ -23,7 +23,7 @@ import msgspec
 from pipeline.api.json_body import to_json
 from pipeline.api.requests.generation_request import ResponseFields
 from pipeline.api.response_context import KeptResponse, encode_kept
-from pipeline.api.response_object import answer_message, make_response, shown_inputs
+from pipeline.api.response_object import answer_message, inputs_json, make_response
 from pipeline.errors import StarlingError
 from stages.gateway.endpoints.answer_parser import AnswerItem, ReasoningText, make_parser
 from stages.gateway.endpoints.chat_tools import ID_PREFIX as CALL_PREFIX
@@ -186,7 +186,7 @@ def kept_record(request: RequestState) -> bytes:
     if not fields or not fields.is_kept_elsewhere or not (fields.is_stored or fields.conversation_id):
         return b""
     conversation = [*fields.conversation, answer_message(response_object(request)["output"])]
-    inputs = shown_inputs(fields, request.id)
+    inputs = inputs_json(fields, request.id)
     return encode_kept(KeptResponse(msgspec.msgpack.encode(conversation), inputs, request.spec.body_digest))
 
 

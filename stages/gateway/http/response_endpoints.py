@@ -6,7 +6,7 @@ from aiohttp import web
 from aiohttp.hdrs import METH_HEAD
 
 from pipeline.api import sse
-from pipeline.api.item_pages import page_body, read_page
+from pipeline.api.item_pages import page_of, read_page
 from pipeline.api.json_body import to_json
 from pipeline.api.query import read_streaming
 from pipeline.api.requests.generation_request import ResponseFields
@@ -108,7 +108,7 @@ async def list_input_items(request: web.Request) -> web.StreamResponse:
         service.admission.charge_attempt(request[CALLER])
         if (running := find_open(service.recovery, name, tenant)) is not None:
             inputs = shown_inputs(running.spec.generation.response or ResponseFields(), running.id)
-            return await send_body(request, page_body(inputs, page))
+            return await send_body(request, page_of(inputs, page))
         body = await service.responses.store.inputs(tenant, name, page)
         if body is None:
             raise _not_found(name)

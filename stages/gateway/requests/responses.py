@@ -200,7 +200,7 @@ class Responses:
 
         def on_stored(error: StarlingError | None) -> None:
             if error is not None and error.code == "INSUFFICIENT_RESOURCES":  # it can be read, and not be continued
-                self.store.put(failed._replace(conversation=[], inputs=b"[]"), lambda error: then())
+                self.store.put(failed._replace(conversation=[], inputs=()), lambda error: then())
             else:
                 then()
 

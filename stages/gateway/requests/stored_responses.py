@@ -1,7 +1,7 @@
 """The responses of /v1/responses that can be read again and continued: a SQLite file, used by one thread.
 
     responses   tenant, id, created and ends (s, steady), size (bytes), body (JSON), conversation (msgpack)
-    inputs      tenant, id, items (JSON): the input of a response as items
+    inputs      tenant, id, items (msgpack, ids and JSON): the input of a response as items
 
 `stored_conversations.py` has the tables of conversations in the same file, `stored_sizes.py` the bytes of each tenant.
 
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import msgspec
 
 from pipeline.api.conversation_object import TooLargeError
-from pipeline.api.item_pages import Page, page_body
+from pipeline.api.item_pages import Page, page_body, page_of
 from pipeline.api.requests.conversations import ConversationItem
 from pipeline.call_queue import CallQueue
 from pipeline.config.schema import StoredResponsesConfig
@@ -46,6 +46,7 @@ BUSY_S = 5.0  # how long a transaction waits for those of the predecessor of thi
 MIN_CALLS = 1024  # that may wait for the thread, of all tenants, however few requests are admitted
 MIN_CALLS_OF_TENANT = 256
 CLOSE_S = 2.0  # `close` waits for the jobs in progress for this long
+NO_ITEMS = msgspec.msgpack.encode(())
 VERSION = 1  # of the schema: `PRAGMA user_version`
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (tenant TEXT NOT NULL, id TEXT NOT NULL, created REAL NOT NULL, ends REAL NOT NULL,
@@ -79,7 +80,7 @@ class StoredResponse(NamedTuple):
     id: str  # resp_HEX
     body: bytes
     conversation: list[dict[str, Any]]
-    inputs: bytes = b"[]"  # JSON, items
+    inputs: Sequence[tuple[str, bytes]] = ()  # ids of items, and JSON
     is_stored: bool = True  # False: only its items are added to `added_to`
     added_to: str = ""  # a conversation, conv_HEX; "": none
     added: Callable[[], Sequence[ConversationItem]] = tuple  # called in the thread: making them may take long
@@ -183,7 +184,10 @@ class StoredResponses:
                 return None
             where = "WHERE tenant = ? AND id = ?"
             row = self._open().execute(f"SELECT items FROM inputs {where}", (tenant, response_id)).fetchone()
-            return page_body(row[0] if row is not None else b"[]", page)
+            items = row[0] if row is not None else NO_ITEMS
+            if items.startswith(b"["):  # JSON, as earlier versions store it
+                return page_body(items, page)
+            return page_of(msgspec.msgpack.decode(items, type=list[tuple[str, bytes]]), page)
 
         return await self._run(find, tenant)
 
@@ -239,7 +243,8 @@ class StoredResponses:
     def _put(self, response: StoredResponse) -> None:
         db, now = self._open(), self._clock()
         conversation = msgspec.msgpack.encode(response.conversation)
-        size = len(response.body) + len(conversation) + len(response.inputs)
+        inputs = msgspec.msgpack.encode(response.inputs)  # a page is found in it without reading what the items hold
+        size = len(response.body) + len(conversation) + len(inputs)
         tenant, name = response.tenant, response.id
         added = response.added()
         if response.is_stored:
@@ -253,7 +258,7 @@ class StoredResponses:
                     "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
                     (tenant, name, now, now + self._ttl_s, size, response.body, conversation),
                 )
-                db.execute("INSERT OR REPLACE INTO inputs VALUES (?, ?, ?)", (tenant, name, response.inputs))
+                db.execute("INSERT OR REPLACE INTO inputs VALUES (?, ?, ?)", (tenant, name, inputs))
             if response.added_to and added:
                 room = self._row_bytes - (size if response.is_stored else 0)  # neither drops the other
                 conversations.add(db, tenant, response.added_to, added, now, self._ttl_s, room)

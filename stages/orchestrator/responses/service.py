@@ -18,7 +18,7 @@ from pipeline.api.idempotency_key import other_body
 from pipeline.api.json_body import to_json
 from pipeline.api.requests.generation_request import GenerationRequest, ResponseFields
 from pipeline.api.response_context import KeptResponse
-from pipeline.api.response_object import request_id_of, response_id_of, shown_inputs, with_conversation
+from pipeline.api.response_object import inputs_json, request_id_of, response_id_of, with_conversation
 from pipeline.errors import Conflict, NotFound, ResourceError, StarlingError, StorageUnavailable
 from stages.orchestrator.forward import Forward
 from stages.orchestrator.prefixes import block_hashes
@@ -193,7 +193,7 @@ class Responses:
             digest=digest,
             shown=queued_response(generation, forward.headers),
             conversation=joined.conversation,
-            inputs=shown_inputs(fields, forward.id),
+            inputs=inputs_json(fields, forward.id),
         )
 
     # ---------------------------------------------------------------- after it
