@@ -197,8 +197,8 @@ class Tries:
 
     @property
     def may_copy(self) -> bool:
-        """Whether it may wait for a further copy of its model: not while a client reads it, nor after one was late."""
-        return not (self.has_begun or self.was_copy_late)
+        """Whether it may wait for a further copy of its model: not after one was late."""
+        return not self.was_copy_late
 
     @property
     def begun_text(self) -> TextStream | None:

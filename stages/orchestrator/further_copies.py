@@ -32,7 +32,7 @@ def full(scored: Collection[AgentScore]) -> list[AgentScore]:
 
 def are_wanted(request: RoutedRequest, scored: Collection[AgentScore]) -> bool:
     """Whether a further copy would serve the request: agents are full, and no session or answer ties it to one."""
-    if request.pinned or request.is_held or request.begins or request.version:
+    if request.pinned or request.is_held or request.begins:
         return False
     # A release that takes no conversations would take none on the next agent either.
     return bool(full(scored)) and not any("takes no conversations" in one.reason for one in scored)

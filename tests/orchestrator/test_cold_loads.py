@@ -19,6 +19,7 @@ from stages.orchestrator.forward import Bounds, Forward, StillLoading, Tries
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.router import Published
+from stages.orchestrator.score import version_of
 from stages.orchestrator.stage import OrchestratorStage
 from tests.orchestrator.agents import MODEL, cached, engine, heartbeat, request, router, view
 from tests.orchestrator.loopback_engine import Clock, WatchedClient
@@ -273,12 +274,12 @@ class Full:
         self.first = self.routing.choose(request())
         self.routing.begin(self.first, request())
 
-    def find(self, name: str) -> asyncio.Task[str]:
+    def find(self, name: str, tries: Tries | None = None) -> asyncio.Task[str]:
         """Find a route, and use it: the agent."""
 
         async def found() -> str:
             sent = Forward(routed=request(name), path="/v1/generate", body=b"{}", headers={})
-            route = await self.relay.routes.find(sent, Tries(self.clock), None)
+            route = await self.relay.routes.find(sent, tries or Tries(self.clock), None)
             self.routing.begin(route, sent.routed)
             return route.agent_id
 
@@ -421,10 +422,35 @@ async def test_who_has_waited_for_a_copy_that_was_late_is_not_failed_by_it_and_w
     with pytest.raises(Overloaded, match="all 1 agents that serve"):
         await waiter
     assert [agent for agent, _, _ in made.loader.calls] == ["B"]
-    begun = Tries(made.clock)
-    assert begun.may_copy
-    begun.advanced()
-    assert not begun.may_copy
+
+
+@pytest.mark.usefixtures("without_looks")
+async def test_a_stream_that_has_lost_its_agent_waits_for_a_further_copy_as_well() -> None:
+    """Also beyond the bound on requests that wait. A copy that is refused does not end it."""
+    made = Full("B", "C", max_waiting=2)  # one for a model
+    new = made.find("req-0")
+    await made.waiting(1)
+    tries = Tries(made.clock)
+    tries.version = version_of(engine())
+    tries.advanced()
+    tries.failed("gone", ModelUnavailable("it stopped answering"))
+    tries.was_lost = True
+    begun = made.find("req-1", tries)
+    while made.cold.n_waiting != 2:
+        assert not begun.done()
+        await asyncio.sleep(0)
+    new.cancel()
+    for _ in "BC":  # one after the other
+        await made.loader.begun(MODEL)
+        made.loader.ends.pop(MODEL).set_exception(ModelUnavailable("no room"))
+    while made.cold.n_waiting:
+        await asyncio.sleep(0)
+    assert made.loader.calls == [("B", MODEL, None), ("C", MODEL, None)]
+    made.loader.now = FAILED_S
+    await made.waiting(1)
+    made.loaded("B")
+    assert await begun == "B"
+    await asyncio.gather(new, return_exceptions=True)
 
 
 async def test_an_agent_that_gets_the_model_otherwise_is_found_during_the_load(monkeypatch: pytest.MonkeyPatch) -> None:

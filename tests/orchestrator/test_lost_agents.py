@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
@@ -32,8 +33,8 @@ def content(raw: bytes) -> tuple[list[int], Any]:
 class Site:
     """A fleet whose agent "one" has the model, while agent "two" can load it, and a held stream at agent "one"."""
 
-    def __init__(self, home: Path, engines: list[Server]) -> None:
-        self.fleet = Fleet(home, silent_ms=600_000, max_waiting=1)
+    def __init__(self, home: Path, engines: list[Server], **bounds: int) -> None:
+        self.fleet = Fleet(home, silent_ms=600_000, max_waiting=1, **bounds)
         self.engines = engines
         self.one = self.fleet.add_agent("one", engines[0])
         self.two = self.fleet.agents["two"] = TestAgent("two", self.fleet.secret)
@@ -156,3 +157,31 @@ def test_a_stream_that_has_not_ended_with_its_agent_goes_on_elsewhere(site: Site
     site.two.may_load.set()
     site.check(stream)
     assert site.two.loads == [MODEL]
+
+
+def test_a_further_copy_is_loaded_for_a_stream_when_the_agents_with_its_model_are_full(
+    homes: Callable[[], Path], engines: list[Server]
+) -> None:
+    site = Site(homes(), engines, max_per_agent=1)
+    try:
+        (stream,) = site.begin()
+        site.two.engines[MODEL] = engines[1]
+        site.fleet.wait(lambda state: [one["agents"] for one in state["models"]] == [["one", "two"]])
+        hold(engines[1])
+        answers: list[Any] = []
+        thread = threading.Thread(target=lambda: answers.append(site.fleet.post("/v1/generate", BODY)))
+        thread.start()
+        site.fleet.wait(lambda state: [one["under_way"] for one in state["agents"]] == [1, 1])
+        three = site.fleet.agents["three"] = TestAgent("three", site.fleet.secret)
+        three.cold[MODEL] = engines[1]
+        site.fleet.register(three)
+        site.host_dies()
+        assert three.loading.wait(60)
+        three.may_load.set()
+        poll_until(lambda: len(engines[1].peers.do(lambda: engines[1].peers.generator.running)) == 2)
+        hold(engines[1], False)
+        site.check(stream)
+        thread.join()
+        assert [one.status for one in answers] == [200] and three.loads == [MODEL]
+    finally:
+        site.close()
