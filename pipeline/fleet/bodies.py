@@ -31,7 +31,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from pipeline.api.json_body import parse_object
 from pipeline.catalog.adapter_entry import AdapterEntry
@@ -40,7 +40,8 @@ from pipeline.errors import InvalidRequest
 from pipeline.fleet.records import VERSION, AgentRecord
 
 AgentState = Literal["IDLE", "LOADING_MODEL", "INFERRING", "DEGRADED"]
-ModelState = Literal["DOWNLOADING", "LOADING_TO_GPU", "READY", "FAILED", "UNLOADED"]
+# Agents say LOADING_TO_GPU wherever an engine starts; orchestrators say LOADING if it computes on the CPU.
+ModelState = Literal["DOWNLOADING", "LOADING_TO_GPU", "LOADING", "READY", "FAILED", "UNLOADED"]
 # From near to far. PEER_CACHED and REMOTE are what an orchestrator finds out: no agent reports them of itself.
 CacheLevel = Literal["GPU_RESIDENT", "CPU_RESIDENT", "DRAM_CACHED", "NVME_CACHED", "PEER_CACHED", "REMOTE"]
 
@@ -433,8 +434,9 @@ class HeartbeatResponse(msgspec.Struct, frozen=True, kw_only=True):
     reasons: tuple[str, ...] = ()  # of DEGRADED
     lease_s: float = 0.0  # for which it serves unless its lease is renewed
     vllm_queue_length: int = 0  # of all models
-    gpu_utilization: float = 0.0
-    gpu_memory_free: int = 0  # bytes
+    # Left out where no GPU is found, or its driver does not say it: a number would be one of a GPU.
+    gpu_utilization: float | UnsetType = UNSET  # 0.0 to 1.0, mean of all GPUs of the host
+    gpu_memory_free: int | UnsetType = UNSET  # bytes, of all GPUs together
     memory_free: int = 0  # bytes
     memory_available: float = 1.0  # part of the host's memory, or of its control group where that is less
     disk_free: int = 0  # bytes, of the cache's file system, without what must stay free

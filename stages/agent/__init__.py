@@ -9,9 +9,10 @@ adapters.py    LoRA adapters of those models
 memory_check.py  whether the host has memory for them
 placement.py   one model: download, engine, restarts, end
 heartbeat.py   what the agent reports
+gpus.py        how much of the host's GPUs is used
 held_prefixes.py  the pages that its engines hold, and how that changes
 metrics.py     the same as Prometheus text
-disk_threads.py  the threads that wait for disks and engines
+disk_threads.py  the threads that wait for disks, engines and drivers of GPUs
 engines/       the programs that compute
 downloads/     pieces of published models, from several sources at once
 peers/         pieces that agents give each other

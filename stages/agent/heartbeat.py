@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from msgspec import UNSET
+
 from pipeline import procfs
 from pipeline.catalog import pulled
 from pipeline.config.schema import Config
@@ -22,10 +24,12 @@ from pipeline.fleet.bodies import (
     PrefixCursor,
     PrefixUpdate,
 )
+from pipeline.fleet.model_states import LOADING_STATES, is_on_gpu
 from stages.agent.cache.page_cache import resident_fraction
-from stages.agent.disk_threads import LOOKS
+from stages.agent.disk_threads import GPUS, LOOKS
 from stages.agent.engines import local_model
 from stages.agent.engines.standby import free_memory
+from stages.agent.gpus import GpuUse
 from stages.agent.held_prefixes import PrefixLog, read_names
 from stages.agent.kv_pages.taking import bytes_of_request
 from stages.agent.lease import AgentLease
@@ -39,6 +43,8 @@ CHAT_PATH = "/v1/chat/completions"
 IN_MEMORY = 0.9  # of a file's pages: then it counts as in memory
 CACHE_AGE_S = 5.0  # of what was found out about files
 QUEUE_AGE_S = 0.5  # of what engines have answered, and hold
+GPU_AGE_S = 5.0  # of what drivers of GPUs have answered: a question may load the driver, which takes seconds
+GPU_SILENT_S = 15.0  # without an answer of them: then what is known is not reported any more
 SILENT_S = 3.0  # without an answer of an engine or the disk: then it is reported that what is known is old
 NO_CURSORS: Mapping[str, PrefixCursor] = {}
 
@@ -58,8 +64,9 @@ class Reporter:
         clock: Callable[[], float] = time.monotonic,
         prefixes_left: Callable[[str], int] = lambda model: 0,
         patience_s: float = PATIENCE_S,
+        gpus: Callable[[], GpuUse | None] = lambda: None,
     ) -> None:
-        """`prefixes_left(model)`: see `LoadedModel`. `patience_s`: for engines and the disk."""
+        """`prefixes_left(model)`: see `LoadedModel`. `patience_s`: for engines and the disk. `gpus`: `Gpus.read`."""
         self._config = config
         self._stored = stored
         self._models = models
@@ -69,6 +76,9 @@ class Reporter:
         self._patience_s = patience_s
         self._files = Look(self._look_at_files, CACHE_AGE_S, clock, patience_s)
         self._pages = Look(self._look_at_prefixes, QUEUE_AGE_S, clock, patience_s)
+        self._gpus = Look(self._look_at_gpus, GPU_AGE_S, clock, 0.0)  # no heartbeat waits for it
+        self._read_gpus = gpus
+        self._gpu: GpuUse | None = None  # as of the last look
         self._queues: dict[Placement, Look] = {}
         self._prefix_models: tuple[str, ...] = ()  # that orchestrators have asked for last
         self._cached: tuple[CachedModel, ...] = ()
@@ -81,9 +91,10 @@ class Reporter:
         if prefixes_after:
             self._prefix_models = tuple(prefixes_after)
         self._queues = {one: self._queues.get(one) or self._queue_of(one) for one in self._models.placed}
-        await asyncio.gather(*(one.refresh() for one in (*self._queues.values(), self._pages, self._files)))
+        await asyncio.gather(*(one.refresh() for one in (*self._queues.values(), self._pages, self._files, self._gpus)))
         loaded = tuple(self.loaded(one, prefixes_after.get(one.model_id)) for one in self._models.placed)
         reasons = tuple(self.reasons())
+        gpu = self._gpu if self._gpus.silent_s <= GPU_SILENT_S else None
         return HeartbeatResponse(
             agent_id=self._stored.agent_id,
             incarnation=self._stored.incarnation,
@@ -91,6 +102,8 @@ class Reporter:
             reasons=reasons,
             lease_s=round(self._lease.remaining_s, 3),
             vllm_queue_length=sum(one.vllm_queue_length for one in loaded),
+            gpu_utilization=UNSET if gpu is None or gpu.utilization is None else round(gpu.utilization, 4),
+            gpu_memory_free=UNSET if gpu is None or gpu.memory_free is None else gpu.memory_free,
             memory_free=procfs.available_memory(),
             memory_available=round(free_memory(), 4),
             disk_free=self._disk_free if not self._files_silent_s else 0,
@@ -126,6 +139,13 @@ class Reporter:
 
     async def _look_at_files(self) -> None:
         self._cached, self._disk_free, self._disk_problem = await LOOKS.run(self._look)
+
+    async def _look_at_gpus(self) -> bool:
+        try:
+            self._gpu = await GPUS.run(self._read_gpus)
+        except TimeoutError:
+            return False
+        return True
 
     def reasons(self) -> list[str]:
         """Why the agent is degraded."""
@@ -186,14 +206,14 @@ class Reporter:
         # Requests that a withdrawn engine has are still reached there.
         reached = engine if is_ready or placement.is_withdrawn else None
         problem = placement.error.message if placement.error is not None else placement.last_death
+        adapter = engine.adapter if engine is not None else self._adapter_of(placement.model_id)
         return LoadedModel(
             model_id=placement.model_id,
             model_state=placement.state,
-            # Also of an engine on a GPU: a build of vLLM for CPUs has the same command.
-            cache_level="CPU_RESIDENT"
+            cache_level=self._resident(adapter)
             if is_ready and not placement.is_arriving
             else self.level(entry.digest, placement.model_id),
-            engine=engine.adapter if engine is not None else self._adapter_of(placement.model_id),
+            engine=adapter,
             inference_endpoint_url=engine.url + CHAT_PATH if engine is not None and is_ready else "",
             engine_url=reached.url if reached is not None else "",
             engine_key=reached.key if reached is not None else "",
@@ -244,6 +264,10 @@ class Reporter:
     def _adapter_of(self, name: str) -> str:
         other = self._models.other_engines.get(name)
         return other.engine if other is not None else "starling"
+
+    def _resident(self, adapter: str) -> CacheLevel:
+        """Where a model is whose engine answers."""
+        return "GPU_RESIDENT" if is_on_gpu(adapter, has_gpu=self._gpu is not None) else "CPU_RESIDENT"
 
     def level(self, digest: str, name: str) -> CacheLevel:
         """Where the files of a model are, as of the last look."""
@@ -304,7 +328,7 @@ def state_of(loaded: tuple[LoadedModel, ...], reasons: tuple[str, ...]) -> Agent
     """The state of an agent, in the order of importance."""
     if reasons:
         return "DEGRADED"
-    if any(one.model_state in ("DOWNLOADING", "LOADING_TO_GPU") for one in loaded):
+    if any(one.model_state in LOADING_STATES for one in loaded):
         return "LOADING_MODEL"
     return "INFERRING" if any(one.running or one.vllm_queue_length for one in loaded) else "IDLE"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+from msgspec import UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
 
 from pipeline.fleet.bodies import HeartbeatResponse
@@ -17,6 +19,7 @@ class AgentMetrics:
     def __init__(self, expiry: Callable[[], float] | None = None) -> None:
         """`expiry`: the end of the agent's certificate, s since 1970; None: it has none."""
         registry = self._registry = CollectorRegistry()
+        self._of_gpus: dict[str, Gauge] = {}  # those that have had a value
 
         def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
             return Gauge(f"starling_agent_{name}", text, labels, registry=registry)
@@ -53,6 +56,8 @@ class AgentMetrics:
         self._lease.set(report.lease_s)
         self._memory.set(report.memory_free)
         self._disk.set(report.disk_free)
+        self._set_of_gpus("gpu_utilization_ratio", "Time in which the GPUs compute, mean.", report.gpu_utilization)
+        self._set_of_gpus("gpu_memory_free_bytes", "Memory available on all GPUs.", report.gpu_memory_free)
         self._rate.set(report.download_bytes_per_s)
         for one in (self._ready, self._running, self._waiting, self._hits, self._restarts, self._load, self._cached):
             one.clear()
@@ -67,3 +72,11 @@ class AgentMetrics:
         for cached in report.cached_models:
             self._cached.labels(cached.cache_level).inc(cached.bytes)
         return generate_latest(self._registry)
+
+    def _set_of_gpus(self, name: str, text: str, value: float | UnsetType) -> None:
+        """A host without a GPU has no such metric: 0 would be a value of one. NaN: the driver does not say it now."""
+        if name not in self._of_gpus:
+            if isinstance(value, UnsetType):
+                return
+            self._of_gpus[name] = Gauge(f"starling_agent_{name}", text, registry=self._registry)
+        self._of_gpus[name].set(math.nan if isinstance(value, UnsetType) else value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import secrets
 import signal
@@ -42,6 +43,7 @@ from stages.agent.downloads.signed_store import SignedModels
 from stages.agent.engines.external_engine import Listening
 from stages.agent.engines.fence import fence
 from stages.agent.engines.starling_engine import engine_arena_dir, engine_run_dir
+from stages.agent.gpus import Gpus
 from stages.agent.heartbeat import Reporter
 from stages.agent.http_api import AgentApi
 from stages.agent.kv_pages.giving import Giver
@@ -147,7 +149,8 @@ class AgentStage:
             )
             most = agent.page_mb << 20
             giver = Giver(models, bytes_of_request(most))
-            reporter = Reporter(self.config, self._stored, models, lease, prefixes_left=giver.prefixes_left)
+            left, gpus = giver.prefixes_left, Gpus(os.environ).read
+            reporter = Reporter(self.config, self._stored, models, lease, prefixes_left=left, gpus=gpus)
             pieces = PieceApi(agent, holdings)
             doors = self._doors(tls) if tls is not None else None
             if doors is not None:

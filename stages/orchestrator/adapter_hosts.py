@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 from pipeline.api.adapter_names import adapted_digest, base_of
 from pipeline.fleet.bodies import HeartbeatResponse
+from pipeline.fleet.model_states import HELD_STATES
 from stages.orchestrator.decisions import AgentScore
 from stages.orchestrator.interfaces import NodeView
 from stages.orchestrator.score import loaded
-
-HELD_STATES = ("DOWNLOADING", "LOADING_TO_GPU", "READY")  # of models that take an engine
 
 
 class Published(NamedTuple):

@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from pipeline.api.adapter_names import base_of
-from stages.orchestrator.adapter_hosts import HELD_STATES, Published, has_other_version
+from pipeline.fleet.model_states import HELD_STATES
+from stages.orchestrator.adapter_hosts import Published, has_other_version
 from stages.orchestrator.interfaces import NodeView
 from stages.orchestrator.last_uses import LastUses
 from stages.orchestrator.placement import copies_that_stay

@@ -17,6 +17,7 @@ from pipeline.api.json_body import parse_object
 from pipeline.api.overload import Overload
 from pipeline.errors import InvalidRequest, ModelNotFound, NotFound
 from pipeline.fleet.bodies import MAX_MODEL_ID, HeartbeatResponse
+from pipeline.fleet.model_states import LOADING_STATES
 from pipeline.fleet.records import AgentRecord, check_agent_id
 from pipeline.observe.metrics import Metrics
 from stages.orchestrator.cold_loads import ColdLoads
@@ -36,6 +37,7 @@ MAX_REPLICAS = 1000
 SHOWN = (
     *("state", "reasons", "loaded_models", "cached_models", "max_models"),
     *("memory_free", "memory_available", "disk_free", "download_bytes_per_s", "compiling"),
+    *("gpu_utilization", "gpu_memory_free"),  # null where no GPU is found
 )
 PLACEMENTS, CORDONS = "placements/", "cordons/"  # prefixes of keys in the store
 
@@ -286,7 +288,7 @@ class FleetApi:
             "engine": self._engine_of(base),
             "ready": bool(ready),
             "agents": ready,
-            "loading": sum(one.model_state in ("DOWNLOADING", "LOADING_TO_GPU") for one in loaded),
+            "loading": sum(one.model_state in LOADING_STATES for one in loaded),
             "digest": digest,
             "bytes": known.nbytes if known else max((one.bytes for one in loaded), default=0),
             "replicas": placement.replicas if placement else 0,
@@ -363,7 +365,7 @@ def _details(details: HeartbeatResponse) -> dict[str, Any]:
     shown: dict[str, Any] = msgspec.to_builtins(details)
     for one in shown["loaded_models"]:
         one.pop("engine_key", None)
-    return {name: shown[name] for name in SHOWN}
+    return {name: shown.get(name) for name in SHOWN}
 
 
 def slug(model: str) -> str:

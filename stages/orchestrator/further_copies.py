@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Collection, Mapping
 
 from pipeline.fleet.bodies import HeartbeatResponse
+from pipeline.fleet.model_states import LOADING_STATES
 from stages.orchestrator.decisions import AgentScore
 from stages.orchestrator.interfaces import NodeView, RoutedRequest
 from stages.orchestrator.memory_pressure import HIGH
 
-LOADING = ("DOWNLOADING", "LOADING_TO_GPU")  # states of a model
 ABSENT = ("", "UNLOADED")
 
 
@@ -22,7 +22,9 @@ def is_idle(details: HeartbeatResponse) -> bool:
     """Whether the agent has nothing to do, by its own report, and is not short of memory."""
     if details.state != "IDLE" or details.vllm_queue_length or details.memory_available < HIGH:
         return False
-    return not any(one.running or one.vllm_queue_length or one.model_state in LOADING for one in details.loaded_models)
+    return not any(
+        one.running or one.vllm_queue_length or one.model_state in LOADING_STATES for one in details.loaded_models
+    )
 
 
 def full(scored: Collection[AgentScore]) -> list[AgentScore]:
@@ -46,7 +48,7 @@ def places(
     `begun`: agents that load it for a request; `busy`: those that have other work, as far as is known here.
     """
     fit = [one for one in scored if one.is_candidate]
-    if loading := [one for one in fit if one.agent_id in begun or one.state in LOADING]:
+    if loading := [one for one in fit if one.agent_id in begun or one.state in LOADING_STATES]:
         return loading
     fit = [one for one in fit if one.agent_id not in busy and one.state in ABSENT]
     return [one for one in fit if is_idle(table[one.agent_id].details)]

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from pipeline.api.adapter_names import base_of
+from pipeline.fleet.model_states import HELD_STATES
 from stages.orchestrator.interfaces import NodeView
 from stages.orchestrator.score import loaded
 
-HELD = ("READY", "DOWNLOADING", "LOADING_TO_GPU")  # states of models that take an engine
 SILENT_S = 15.0  # for which an agent that does not answer counts as having its models: three leases
 
 Agents = Callable[[str], Collection[str]]  # ids, by model
@@ -27,7 +27,7 @@ class Load(NamedTuple):
 
 
 def _is_host(view: NodeView, model: str) -> bool:
-    return _state(view, base_of(model)) in HELD
+    return _state(view, base_of(model)) in HELD_STATES
 
 
 def _room_for(view: NodeView, model: str) -> str | None:
@@ -46,7 +46,7 @@ def copies(model: str, table: Iterable[NodeView], loading: Agents = _none) -> li
         for view in table
         if view.may_start
         and (view.health == "READY" or view.silent_s < SILENT_S)
-        and (_state(view, model) in HELD or view.agent_id in begun)
+        and (_state(view, model) in HELD_STATES or view.agent_id in begun)
     ]
 
 
@@ -58,7 +58,7 @@ def copies_that_stay(wanted: Iterable[tuple[str, int]], table: Collection[NodeVi
     """
     found: dict[str, set[str]] = {}
     for model, replicas in wanted:
-        held = [view for view in table if _state(view, model) in HELD]
+        held = [view for view in table if _state(view, model) in HELD_STATES]
         held.sort(
             key=lambda view: (
                 _state(view, model) != "READY",
@@ -101,7 +101,7 @@ def missing_loads(
         candidates = [
             view
             for view in table
-            if _state(view, model) not in HELD
+            if _state(view, model) not in HELD_STATES
             and view.agent_id not in others
             and view.may_start
             and view.health == "READY"
@@ -138,7 +138,7 @@ def stalled_loads(
     """
     loads = []
     for model, replicas in wanted:
-        have = [view for view in table if _state(view, model) in HELD]
+        have = [view for view in table if _state(view, model) in HELD_STATES]
         waiting = [
             Load(model, view.agent_id)
             for view in have

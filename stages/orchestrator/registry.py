@@ -18,6 +18,7 @@ import msgspec
 
 from pipeline.errors import StarlingError
 from pipeline.fleet.bodies import HeartbeatResponse
+from pipeline.fleet.model_states import LOADING_STATES
 from pipeline.fleet.records import VERSION, AgentRecord
 from stages.orchestrator.interfaces import Health, NodeHealth, NodeManager, NodeView
 
@@ -225,6 +226,5 @@ class Registry(NodeManager):
 def _has_no_sessions(details: HeartbeatResponse) -> bool:
     """An engine that starts has yet to count those on its disk."""
     return not any(
-        one.sessions or one.sessions_moving or one.model_state in ("DOWNLOADING", "LOADING_TO_GPU")
-        for one in details.loaded_models
+        one.sessions or one.sessions_moving or one.model_state in LOADING_STATES for one in details.loaded_models
     )

@@ -77,7 +77,7 @@ def loaded(details: HeartbeatResponse, model: str) -> LoadedModel | None:
     if one is None:
         return None
     is_starting = running.model_state == "READY" and not one.is_ready
-    state = "LOADING_TO_GPU" if is_starting else running.model_state
+    state = "LOADING" if is_starting else running.model_state
     digest = adapted_digest(running.digest, one.digest)
     return msgspec.structs.replace(running, model_id=model, digest=digest, model_state=state, adapters=())
 

@@ -40,6 +40,7 @@ from pipeline.coordination.interface import CoordinationStore
 from pipeline.errors import ConfigError, ModelUnavailable
 from pipeline.fleet import token
 from pipeline.fleet.bodies import HeartbeatRequest, HeartbeatResponse
+from pipeline.fleet.model_states import translate_loading
 from pipeline.fleet.peer_tls import boot_clock, open_tls
 from pipeline.fleet.records import AgentRecord
 from pipeline.observe import logs
@@ -415,7 +416,7 @@ class OrchestratorStage:
         )
         raw = await self._calls.post(record, "/heartbeat", msgspec.json.encode(body), HEARTBEAT_S)
         try:
-            return self.router.prefixes.apply(msgspec.json.decode(raw, type=HeartbeatResponse))
+            return self.router.prefixes.apply(translate_loading(msgspec.json.decode(raw, type=HeartbeatResponse)))
         except DECODE_ERRORS as error:
             raise ModelUnavailable(
                 f"{self._calls.url_of(record)}/heartbeat: {error}; run the same release everywhere"

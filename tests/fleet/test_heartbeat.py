@@ -15,6 +15,7 @@ import pytest
 from pipeline.config.load import resolve
 from pipeline.fleet.bodies import CachedModel, HeartbeatResponse
 from stages.agent.engines.interface import Engine, Queue
+from stages.agent.gpus import GpuUse
 from stages.agent.heartbeat import SILENT_S, Reporter
 from stages.agent.look import Look
 from stages.agent.placement import Placement
@@ -23,7 +24,12 @@ from tests.fleet.coordination_stores import until
 from tests.fleet.test_engines import ENTRY, Busy
 
 
-def reporter_of(placed: list[Placement], clock: Callable[[], float], patience_s: float) -> Reporter:
+def reporter_of(
+    placed: list[Placement],
+    clock: Callable[[], float],
+    patience_s: float,
+    gpus: Callable[[], GpuUse | None] = lambda: None,
+) -> Reporter:
     """Of an agent with a lease."""
     models: Any = SimpleNamespace(
         placed=placed,
@@ -37,7 +43,7 @@ def reporter_of(placed: list[Placement], clock: Callable[[], float], patience_s:
     )
     lease: Any = SimpleNamespace(remaining_s=1.0, is_name_taken=False, is_late=False, is_valid=True)
     stored = Stored(agent_id="a", incarnation="b")
-    return Reporter(resolve({}, {}), stored, models, lease, clock, patience_s=patience_s)
+    return Reporter(resolve({}, {}), stored, models, lease, clock, patience_s=patience_s, gpus=gpus)
 
 
 async def test_files_that_change_during_a_look_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
