@@ -378,7 +378,7 @@ class FleetConfig(Section, frozen=True, kw_only=True):
     free_mb: MegabytesOrNone = 1024  # that downloads leave free on the disk
     agent: AgentConfig = AgentConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
-    launcher: Literal["local", "kubernetes", "ray"] = "local"  # what `starling fleet up` starts agents with
+    launcher: Literal["local", "systemd", "kubernetes", "ray"] = "local"  # of `starling fleet up`
     kubernetes: KubernetesConfig = KubernetesConfig()
     ray: RayConfig = RayConfig()
 

@@ -48,4 +48,4 @@ def agent(join: str | None, agent_id: str | None, port: int | None) -> int:
 
 def _announce(agent_id: str, url: str) -> None:
     output.announce(f"Agent {agent_id} is ready at {url}")
-    process.sd_notify("READY=1")
+    process.sd_notify(f"READY=1\nSTATUS=agent {agent_id}")

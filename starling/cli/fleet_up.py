@@ -2,7 +2,7 @@
 
 On this machine: an orchestrator, agents, and the first configured model.  Every part is a process of its own, started
 again with a backoff when it ends.  All of them end with this process: on Ctrl-C the orchestrator first, so that its
-streams finish, then the agents with their engines.  In a cluster the launcher starts all parts, and the command ends.
+streams finish, then the agents with their engines.  Other launchers start their parts, and the command ends.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def up(agents: int | None, replicas: int | None, launcher: str | None) -> int:
 
     The first configured model (by default the demo model) is published in fleet.blobs and loaded. The parts find each
     other in fleet.store, by default a SQLite file of this home. With `--launcher kubernetes` Helm installs a fleet in a
-    cluster, with `--launcher ray` the nodes of a Ray cluster get agents, and the command returns; `starling fleet down`
-    ends what it has started.
+    cluster, with `--launcher ray` the nodes of a Ray cluster get agents, with `--launcher systemd` this host gets the
+    unit of its agent, and the command returns; `starling fleet down` ends what it has started.
     """
     config = load()
     starts = open_launcher(config, launcher)
@@ -70,7 +70,7 @@ def up(agents: int | None, replicas: int | None, launcher: str | None) -> int:
             raise click.UsageError("--replicas is for the launcher local; use `starling fleet place` in a cluster")
         starts.start(agents)
         click.echo("started; `starling fleet launched` shows the agents, `starling fleet down` ends them")
-        if (launcher or config.fleet.launcher) == "ray":
+        if (launcher or config.fleet.launcher) in ("ray", "systemd"):
             click.echo("start `starling orchestrator` where clients are to reach the fleet")
         return EXIT_OK
     agents = agents or 1

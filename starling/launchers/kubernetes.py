@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import signal
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,13 +17,13 @@ import yaml
 
 from pipeline.config.schema import FleetConfig
 from pipeline.config.user_home import expand_user
-from pipeline.errors import ConfigError, NotFound, StarlingError
+from pipeline.errors import ConfigError, NotFound
+from starling.launchers import programs
 from starling.launchers.interface import LaunchedAgent, State, log_lines
 
 CHART = Path(__file__).parent / "chart"
 CALL_S = 300.0  # for one call of helm or kubectl
 REQUEST_S = 60  # that kubectl waits for the cluster to answer
-SHOWN_CHARACTERS = 2000  # of what a program says about its failure
 HTTPS_PORT = 443
 _FAILING = ("CrashLoopBackOff", "ImagePullBackOff", "ErrImagePull", "CreateContainerConfigError", "InvalidImageName")
 
@@ -82,15 +79,7 @@ class KubernetesLauncher:
         if not follow:
             yield from log_lines(self._call((*command, f"--request-timeout={REQUEST_S}s")))
             return
-        with subprocess.Popen(
-            [*command, "--follow"], env=self._env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
-        ) as process:
-            assert process.stdout is not None
-            try:
-                for line in process.stdout:
-                    yield line.rstrip("\n")
-            finally:
-                process.send_signal(signal.SIGTERM)
+        yield from programs.follow([*command, "--follow"], self._env)
 
     def _defaults(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Values from the configuration, which those of a file, `own`, replace."""
@@ -121,29 +110,14 @@ class KubernetesLauncher:
         return self._call(self._command("kubectl", *arguments, f"--request-timeout={REQUEST_S}s"))
 
     def _command(self, program: str, *arguments: str) -> tuple[str, ...]:
-        path = shutil.which(program, path=self._env.get("PATH"))
-        if path is None:
-            raise ConfigError(
-                f"the launcher kubernetes needs {program}, which is not in PATH: install it, or use another --launcher",
-                "fleet.launcher",
-            )
+        path = programs.find(program, "kubernetes", self._env)
         context = self._cluster.context
         option = [f"--{'kube-' if program == 'helm' else ''}context={context}"] if context else []
         return (path, f"--namespace={self._cluster.namespace}", *option, *arguments)
 
     def _call(self, command: tuple[str, ...], stdin: str = "") -> str:
         """What the program prints. Raises `StarlingError` with what it says of its failure."""
-        program = Path(command[0]).name
-        try:
-            done = subprocess.run(command, env=self._env, input=stdin, capture_output=True, text=True, timeout=CALL_S)
-        except subprocess.TimeoutExpired:
-            raise StarlingError(
-                "INTERNAL", f"{program} has not ended within {CALL_S:g} s; is the cluster up?"
-            ) from None
-        if done.returncode:
-            said = done.stderr.strip()[-SHOWN_CHARACTERS:] or f"exit code {done.returncode}"
-            raise StarlingError("INTERNAL", f"{program} has failed: {said}")
-        return done.stdout
+        return programs.call(command, self._env, CALL_S, "; is the cluster up?", stdin)
 
 
 def _values_of(path: Path) -> dict[str, Any]:

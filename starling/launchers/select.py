@@ -21,6 +21,10 @@ def open_launcher(config: Config, name: str | None = None) -> Launcher:
             from starling.launchers.ray_cluster import RayLauncher
 
             return RayLauncher(config.fleet)
+        case "systemd":
+            from starling.launchers.systemd import SystemdLauncher
+
+            return SystemdLauncher()
     from starling.launchers.local import LocalLauncher
 
     return LocalLauncher()

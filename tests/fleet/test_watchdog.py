@@ -58,8 +58,9 @@ def test_a_loop_that_hangs_sends_no_keepalives(command: str, tmp_path: Path) -> 
         with started(command, tmp_path, address) as process:
             assert process.stdout is not None
             received = {systemd.recv(100)}
-            while received != {b"READY=1", b"WATCHDOG=1"}:
+            while {one.partition(b"\n")[0] for one in received} != {b"READY=1", b"WATCHDOG=1"}:
                 received.add(systemd.recv(100))
+            assert any(b"\nSTATUS=agent " in one for one in received) == (command == "agent")
             assert systemd.recv(100) == b"WATCHDOG=1", "they go on"
 
             process.send_signal(signal.SIGUSR1)
