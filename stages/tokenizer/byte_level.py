@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 from pipeline.models.key_table import KeyTable
 from pipeline.models.pretokenizers import PreTokenizer
 from pipeline.models.vocabulary_tables import Tables
-from stages.tokenizer.chunked_encode import Placed, SpecialTokenFinder, cut_pieces, encode_chunks
+from stages.tokenizer.chunked_encode import (
+    WINDOW,
+    Placed,
+    SpecialTokenFinder,
+    cut_pieces,
+    encode_chunks,
+    part_windows,
+)
+from stages.tokenizer.covered import byte_sizes
 from stages.tokenizer.pair_merger import PairMerger
 from stages.tokenizer.piece_pattern import piece_pattern
 from stages.tokenizer.token_table import TokenTable
@@ -127,17 +135,22 @@ class ByteLevelEncoder:
         """As `Encoder.chunks`."""
         return encode_chunks(self._pattern.lengths, self._encode, names, text, window, self._groups_from_right)
 
-    def lengths(self, names: SpecialTokenFinder, text: str, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    def lengths(
+        self, names: SpecialTokenFinder, text: str, tokens: NDArray[np.int64]
+    ) -> Generator[None, None, NDArray[np.int64]]:
         """As `Encoder.lengths`."""
         lengths = self._lengths[tokens]
-        found = names.find_all(text, 0, len(text)) if names.stripping else []
+        if not names.stripping:
+            return lengths
         ids, index = tokens.tolist(), 0
-        for begin, end, token in found:
-            index = ids.index(token, index)
-            # The name has the bytes of its token; what is beside it is white space.
-            beside = b"".join(text[begin:end].encode().split(self.token_bytes[token], 1))
-            lengths[index] += sum(byte not in self.holes for byte in beside)
-            index += 1
+        for parts in part_windows(names, text, WINDOW):
+            for begin, end, token in [name for _, _, name in parts if name is not None]:
+                index = ids.index(token, index)
+                # The name has the bytes of its token; what is beside it is white space.
+                beside = b"".join(text[begin:end].encode().split(self.token_bytes[token], 1))
+                lengths[index] += sum(byte not in self.holes for byte in beside)
+                index += 1
+            yield
         return lengths
 
     def shown(self, tokens: Iterable[int], is_first: bool) -> tuple[list[bytes], bool]:
@@ -148,6 +161,4 @@ class ByteLevelEncoder:
 
 def _byte_ends(text: str) -> NDArray[np.int64]:
     """Return where the bytes of each character end."""
-    codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
-    sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
-    return np.cumsum(sizes)
+    return np.cumsum(byte_sizes(text), dtype=np.int64)

@@ -42,6 +42,7 @@ _SEPARATOR = "\0"  # between pieces; a text that has it is cut another way
 _FEW = 32  # pieces up to which slices are faster
 NO_STRIPPING = Stripping()
 Name = tuple[int, int, int]  # of a special token in a text: where it begins and ends, its id
+Part = tuple[int, int, Name | None]  # of a text: where it begins and ends, and the name behind it
 Placed = list[tuple[int, int]]  # names between pieces: how many pieces are before each, its id
 
 
@@ -179,6 +180,27 @@ class MarkedTokenFinder(SpecialTokenFinder):
 
     def _counts(self, name: str, at: int) -> bool:
         return name not in self._control_names or (at in self._marks and at + len(name) - 1 in self._marks)
+
+
+def part_windows(names: SpecialTokenFinder, text: str, window: int) -> Iterator[list[Part]]:
+    """Yield the parts of a text between names, those of a window at a time.
+
+    A part may be empty.  One without a name behind it goes on with the next part, unless the text ends there.
+    """
+    at = 0
+    while at < len(text):
+        limit = names.stripping.window_end(text, min(at + window, len(text)))
+        parts: list[Part] = []
+        for name in (*names.find_all(text, at, limit), None):
+            end = limit if name is None else name[0]
+            while end - at > window:  # white space that a name could take, of any length
+                parts.append((at, at + window, None))
+                yield parts
+                parts, at = [], at + window
+            if name is not None or at < end:
+                parts.append((at, end, name))
+                at = end if name is None else name[1]
+        yield parts
 
 
 def _pattern_of_all(names: Collection[str], beginnings: list[str]) -> str:

@@ -97,16 +97,23 @@ class Normalizer:
                 at, to = found
                 yield begin, at, to
 
-    def aligned(self, text: str) -> Iterator[tuple[int, int, str]]:
-        """Yield (begin, end, replacement) of each character, or of several that are replaced together."""
+    def aligned(self, text: str, is_end: bool) -> tuple[list[str], list[int]]:
+        """As `replaced`: what each character, or several that are replaced together, becomes, and where it ends."""
+        last = len(text) if is_end else max(0, len(text) - self.longest + 1)
+        single = self._charsmap.single
+        parts: list[str] = []
+        ends: list[int] = []
         at = 0
-        matches = self._matches(text, self._candidates(text))
-        for begin, end, to in [*matches, (len(text), len(text), "")]:
-            for place in range(at, begin):
-                yield place, place + 1, text[place].translate(self._single)
-            if end > begin:
-                yield begin, end, to
+        for begin, end, to in (*self._matches(text, self._candidates(text)), (last, last, "")):
+            begin = min(begin, last)
+            parts += [single.get(character, character) for character in text[at:begin]]
+            ends += range(at + 1, begin + 1)
+            if begin == last:
+                break
+            parts.append(to)
+            ends.append(end)
             at = end
+        return parts, ends
 
 
 class Spaces:
@@ -121,6 +128,17 @@ class Spaces:
     def is_in_word(self) -> bool:
         """Whether the text so far ends within a word, where spaces are merged."""
         return self._in_word
+
+    def push_each(self, texts: list[str]) -> list[str]:
+        """As `push`, for several parts."""
+        written = []
+        for text in texts:
+            if self._merges and len(text) == 1 and text != " ":  # as nearly all characters are
+                written.append(text if self._in_word else SPACE + text)
+                self._in_word = True
+            else:
+                written.append(self.push(text))
+        return written
 
     def push(self, text: str) -> str:
         """Return the next part with its spaces written."""

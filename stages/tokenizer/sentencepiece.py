@@ -20,7 +20,8 @@ from pipeline.models.key_table import KeyTable
 from pipeline.models.vocabularies import SPACE
 from pipeline.models.vocabulary_tables import NAMED, Tables
 from stages.tokenizer.borders import Borders
-from stages.tokenizer.chunked_encode import RunTooLong, SpecialTokenFinder
+from stages.tokenizer.chunked_encode import Name, RunTooLong, SpecialTokenFinder, part_windows
+from stages.tokenizer.covered import byte_sizes
 from stages.tokenizer.pair_merger import PairMerger
 from stages.tokenizer.steps import each_step
 from stages.tokenizer.token_table import TokenTable
@@ -28,6 +29,7 @@ from stages.tokenizer.word_encoder import WordEncoder
 
 MAX_RUN = 1 << 18  # characters without a place that no merge crosses; the kernel merges them in a tenth of a second
 _WINDOW = 16_384  # characters: some ms; new words of a window are merged together, so that small ones are slow
+_MEASURED = 16_384  # tokens whose characters are counted in a step: some ms
 _NAME = "\ud800"  # begins a word that stands for a special token: no text has it
 _NAME_PLACE = "\0"  # in a text that is cut
 _COMMON = 0x3000  # code points whose symbols are not searched for: most of those of alphabets
@@ -77,6 +79,7 @@ class SentencePieceEncoder:
         self._size = len(self.token_bytes)
         self._byte_ids: list[int] = tables["byte_ids"].tolist()
         self._has_bytes = min(self._byte_ids) >= 0
+        self._ids_of_bytes = frozenset(self._byte_ids) if self._has_bytes else frozenset()
         self._is_special = np.isin(tables["types"], NAMED)
         self._lengths, self._n_characters = self.token_bytes.lengths, tables["n_characters"]
         self.holes: frozenset[int] = frozenset()
@@ -207,36 +210,43 @@ class SentencePieceEncoder:
 
     # ---------------------------------------------------------------- offsets
 
-    def lengths(self, names: SpecialTokenFinder, text: str, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    def lengths(
+        self, names: SpecialTokenFinder, text: str, tokens: NDArray[np.int64]
+    ) -> Generator[None, None, NDArray[np.int64]]:
         """As `Encoder.lengths`: the space that was added before a text belongs to no byte of it."""
         lengths = self._lengths[tokens]
-        is_plain = SPACE not in text
-        at, index = 0, 0  # in the text; among the tokens
-        while at < len(text):
-            name = names.find(text, at, len(text))
-            end = name[0] if name is not None else len(text)
-            if end > at:
-                if name is None and is_plain and not self._is_special[tokens[index:]].any():
-                    lengths[index] -= len(self._prefix)
-                    return lengths
-                index = self._measure(text[at:end], tokens, index, lengths)
+        found: list[Name] = []
+        for parts in part_windows(names, text, _WINDOW):
+            found += [name for _, _, name in parts if name is not None]
+            yield
+        at, index, paused = 0, 0, 0  # in the text; among the tokens
+        for begin, end, _ in found:
+            if at < begin:
+                index = yield from self._measure(text[at:begin], tokens, index, lengths)
             at = end
-            if name is not None:
-                at = name[1]
-                lengths[index] = len(text[end:at].encode())  # with the white space that belongs to it
-                index += 1
+            lengths[index] = len(text[begin:end].encode())  # with the white space that belongs to it
+            index += 1
+            if index - paused >= _MEASURED:
+                paused = index
+                yield
+        if at < len(text):
+            if SPACE not in text and not self._is_special[tokens[index:]].any():
+                lengths[index] -= len(self._prefix)
+            else:
+                yield from self._measure(text[at:], tokens, index, lengths)
         return lengths
 
-    def _measure(self, text: str, tokens: NDArray[np.int64], index: int, lengths: NDArray[np.int64]) -> int:
+    def _measure(
+        self, text: str, tokens: NDArray[np.int64], index: int, lengths: NDArray[np.int64]
+    ) -> Generator[None, None, int]:
         """Set the lengths of the tokens of a text from `index` on, and return the index after them."""
-        sizes = [len(character.encode()) for character in text]  # of the characters that tokens are made of
-        if self._prefix:
-            sizes.insert(0, 0)
+        # Of the characters that tokens are made of.
+        sizes = bytes(len(self._prefix)) + byte_sizes(text).tobytes()
         at, part = 0, 0  # the character, and how many of its bytes have been covered
-        byte_ids = set(self._byte_ids)
+        first = index
         while at < len(sizes):
             token = int(tokens[index])
-            if token in byte_ids and self._has_bytes:
+            if token in self._ids_of_bytes:
                 lengths[index] = 1
                 part += 1
                 if part == sizes[at]:
@@ -246,6 +256,8 @@ class SentencePieceEncoder:
                 lengths[index] = sum(sizes[at : at + n])
                 at += n
             index += 1
+            if (index - first) % _MEASURED == 0:
+                yield
         return index
 
     # ---------------------------------------------------------------- decoding

@@ -134,7 +134,8 @@ class TokenizerService:
         self.tokens_encoded += len(tokens)
         offsets = b""
         if frame.offsets:
-            offsets = vocabulary.offsets(text, tokens, frame.parse_special).astype("<u4").tobytes()
+            ranges = yield from vocabulary.offset_steps(text, tokens, frame.parse_special)
+            offsets = ranges.astype("<u4").tobytes()
         return m.Encoded(frame.id, tuple(tokens), offsets)
 
     def _encode_middle(self, frame: m.Encode, vocabulary: Vocabulary) -> Generator[None, None, m.Encoded]:

@@ -32,6 +32,7 @@ log = logging.getLogger("starling.tokenizer")
 # Characters encoded or tokens decoded by the main thread in one iteration of its loop: about 15 ms.  Requests beyond
 # that go to the background thread.
 MAX_LENGTH_PER_ITERATION = 16_384
+OFFSETS_LENGTH = 2  # a character counts so often if its token's offsets are wanted, too
 MESSAGE_LENGTH = 64  # added per chat message, for the template's work
 
 
@@ -161,10 +162,11 @@ class TokenizerStage:
         self.loop.progress += 1
         if self.service.is_text_request(frame):
             length = self._length(frame)
-            if length > self._length_left:
+            cost = length * OFFSETS_LENGTH if isinstance(frame, m.Encode) and frame.offsets else length
+            if cost > self._length_left:
                 self._enqueue(peer, frame, length)
                 return
-            self._length_left -= length
+            self._length_left -= cost
         reply = self.service.reply(frame)
         if isinstance(frame, m.Describe) and isinstance(reply, m.TokenizerFailed) and self._is_opening(frame.model):
             self._waiting[peer, frame.model] = frame

@@ -14,7 +14,6 @@ Normalization loses characters, so that the text of some tokens is not the text 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +24,10 @@ from pipeline.models.token_trie import TokenTrie
 from pipeline.models.vocabularies import NORMAL, SPACE
 from pipeline.models.vocabulary_tables import NAMED, Tables
 from stages.tokenizer.borders import Borders
-from stages.tokenizer.chunked_encode import RunTooLong, SpecialTokenFinder
-from stages.tokenizer.covered import covered_bytes
+from stages.tokenizer.chunked_encode import RunTooLong, SpecialTokenFinder, part_windows
+from stages.tokenizer.covered import Ends, covered_bytes
 from stages.tokenizer.normalizer import Normalizer, Spaces
-from stages.tokenizer.steps import each_step, result_of
+from stages.tokenizer.steps import each_step
 from stages.tokenizer.token_lattice import TokenLattice
 from stages.tokenizer.token_table import TokenTable
 from stages.tokenizer.word_cache import Ids, WordCache
@@ -38,7 +37,6 @@ _UNKNOWN_PENALTY = np.float32(10)  # below the lowest score of a token
 _WINDOW = 16_384  # characters: some ms
 _FEW = 512  # characters of a text for which the kernel is not called: its words may be cached
 _SHORT = 48  # characters of a normalized word that is cut as a whole: its parts are rarely cached
-T = TypeVar("T")
 
 
 class UnigramEncoder:
@@ -134,23 +132,61 @@ class UnigramEncoder:
 
     # ---------------------------------------------------------------- offsets
 
-    def lengths(self, names: SpecialTokenFinder, text: str, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    def lengths(
+        self, names: SpecialTokenFinder, text: str, tokens: NDArray[np.int64]
+    ) -> Generator[None, None, NDArray[np.int64]]:
         """As `Encoder.lengths`: what is before a token and belongs to none counts for it, at the end for the last."""
-        return covered_bytes(names, text, len(tokens), self._ends)
+        return covered_bytes(text, len(tokens), self._ends(names, text))
 
-    def _ends(self, text: str) -> list[int]:
-        """Return where the tokens of a text without names end."""
-        spaces = Spaces(self._rules)
-        parts: list[str] = []
-        source: list[int] = []  # where the text of each normalized character ends
-        for begin, end, to in self._rules.aligned(text):
-            new = spaces.push(to)
-            parts.append(new)
-            # A space that was added belongs to what is before the text.
-            n_added = max(0, len(new) - len(to))
-            source += [begin] * n_added + [end] * (len(new) - n_added)
-        (cut,) = result_of(self._lattice.cut(["".join(parts)]))
-        return [source[end - 1] for _, end in cut]
+    def _ends(self, names: SpecialTokenFinder, text: str) -> Ends:
+        """Yield where the tokens of a text end: of what is between names, and of names."""
+        at, spaces = 0, Spaces(self._rules)
+        rest, source = "", np.zeros(0, np.int64)  # normalized and not yet cut; where the text of each character ends
+        held: list[int] = []  # the end of an unknown token that may go on
+        for parts in part_windows(names, text, max(_WINDOW, self._rules.longest)):
+            replaced: list[str] = []
+            written: list[str] = []
+            begins: list[int] = []
+            ends: list[int] = []
+            named: list[int] = []
+            closed: list[int] = []  # where texts between names end in what is written
+            size = len(rest)
+            for _, end, name in parts:
+                is_end = name is not None or end == len(text)
+                new, new_ends = self._rules.aligned(text[at:end], is_end)
+                replaced += new
+                new = spaces.push_each(new)
+                written += new
+                size += sum(map(len, new))
+                new_ends = [at + place for place in new_ends]
+                begins += [at, *new_ends][:-1]
+                ends += new_ends
+                at = new_ends[-1] if new_ends else at
+                if is_end:
+                    closed.append(size)
+                    spaces = Spaces(self._rules)
+                if name is not None:
+                    at = name[1]
+                    named.append(at)
+            rest += "".join(written)
+            source = np.append(source, _sources(replaced, written, begins, ends))
+            # What is behind the last place that no token crosses comes with the next window.
+            cuts_at = sorted({*closed, *(np.flatnonzero(self._borders.find(rest))[-1:] + 1).tolist()})
+            runs = [(i, rest[i:j]) for i, j in zip([0, *cuts_at], cuts_at) if i < j]
+            cuts = yield from each_step(self._lattice.cut([run for _, run in runs]), at)
+            # What `held` is the end of ends before the first run.
+            ids = [self._unknown] * len(held) + [token for cut in cuts for token, _ in cut]
+            places = [0] * len(held) + [begin + end for (begin, _), cut in zip(runs, cuts) for _, end in cut]
+            token_ends = held + source[np.array(places[len(held) :], np.int64) - 1].tolist()
+            # Unknown tokens side by side are one. The last of them may go on in the next window.
+            is_unknown = np.array(ids, np.int64) == self._unknown
+            goes_on = is_unknown & ~np.isin(places, closed)
+            is_held = bool(len(ids) and goes_on[-1])
+            goes_on &= np.append(is_unknown[1:], is_held)[: len(ids)]
+            held = token_ends[-1:] if is_held else []
+            n_cut = cuts_at[-1] if cuts_at else 0
+            rest, source = rest[n_cut:], source[n_cut:]
+            yield at, sorted([end for end, skip in zip(token_ends, goes_on.tolist()) if not skip] + named)
 
     # ---------------------------------------------------------------- decoding
 
@@ -168,3 +204,15 @@ class UnigramEncoder:
                 piece, is_first = piece.removeprefix(b" "), False
             parts.append(piece)
         return parts, is_first
+
+
+def _sources(replaced: list[str], written: list[str], begins: list[int], ends: list[int]) -> NDArray[np.int64]:
+    """Return where the text of each normalized character ends, for parts of a text, and these with their spaces.
+
+    A space that was added belongs to what is before the text.
+    """
+    counts = np.fromiter(map(len, written), np.int64, len(written))
+    is_added = counts > np.fromiter(map(len, replaced), np.int64, len(replaced))
+    source = np.repeat(np.array(ends, np.int64), counts)
+    source[(np.cumsum(counts) - counts)[is_added]] = np.array(begins, np.int64)[is_added]
+    return source

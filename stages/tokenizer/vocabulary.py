@@ -34,7 +34,7 @@ from pipeline.models.vocabularies import (
 from pipeline.models.vocabulary_tables import NAMED, Tables, make_tables
 from shm.checkpoint import VOCABULARY_REVISION
 from stages.tokenizer.byte_level import ByteLevelEncoder
-from stages.tokenizer.chunked_encode import WINDOW, MarkedTokenFinder, SpecialTokenFinder
+from stages.tokenizer.chunked_encode import WINDOW, MarkedTokenFinder, Name, SpecialTokenFinder, part_windows
 from stages.tokenizer.fill_in_middle import find_fill_in_middle
 from stages.tokenizer.sentencepiece import SentencePieceEncoder
 from stages.tokenizer.steps import result_of
@@ -92,8 +92,10 @@ class Encoder(Protocol):
     def chunks(self, names: SpecialTokenFinder, text: str, window: int) -> Iterator[tuple[int, list[int]]]:
         """Yield (end of a chunk in the text, its token ids) from the text's start to its end."""
 
-    def lengths(self, names: SpecialTokenFinder, text: str, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many bytes of the text each token covers; those of holes are not counted."""
+    def lengths(
+        self, names: SpecialTokenFinder, text: str, tokens: NDArray[np.int64]
+    ) -> Generator[None, None, NDArray[np.int64]]:
+        """Return how many bytes of the text each token covers; those of holes are not counted. Yields between steps."""
 
     def shown(self, tokens: Iterable[int], is_first: bool) -> tuple[list[bytes], bool]:
         """Return the bytes of tokens as parts of a text, and `is_first` for the tokens that follow.
@@ -221,7 +223,13 @@ class Vocabulary:
         return MarkedTokenFinder(self._specials, self.control_names.keys(), marks)
 
     def offsets(self, text: str, tokens: Sequence[int], parse_special: bool = False) -> NDArray[np.int64]:
-        """Return the byte range [begin, end) of each token in the UTF-8 of its text; shape (tokens, 2).
+        """Return the byte ranges of tokens, with the arguments of `offset_steps`."""
+        return result_of(self.offset_steps(text, tokens, parse_special))
+
+    def offset_steps(
+        self, text: str, tokens: Sequence[int], parse_special: bool = False
+    ) -> Generator[None, None, NDArray[np.int64]]:
+        """Return the byte range [begin, end) of each token in the UTF-8 of its text, in steps; shape (tokens, 2).
 
         A token that was added, such as BOS, has an empty range.  White space that a special token takes is part of its
         range.  No range starts with a byte that encoding dropped because the vocabulary has no token for it.
@@ -230,15 +238,15 @@ class Vocabulary:
         names = self._names(parse_special)
         n_added = 0
         if len(tokens) and tokens[0] == self.bos:
-            may_drop = self._encoder.may_drop or self._stripping.is_left
-            first = names.find(text, 0, len(text) if may_drop else 1)
+            first = yield from self._first_name(names, text)
             before = text[: first[0]] if first is not None else ""
             is_written = first is not None and first[2] == self.bos
             if before and is_written:  # no token of what is before it: all of that was dropped
-                is_written = self._encoder.may_drop and not self._encoder.lengths(names, before, ids).any()
+                dropped = self._encoder.may_drop and not (yield from self._encoder.lengths(names, before, ids)).any()
+                is_written = dropped
             n_added = 0 if is_written else 1
         lengths = np.zeros(len(ids), np.int64)
-        lengths[n_added:] = self._encoder.lengths(names, text, ids[n_added:])
+        lengths[n_added:] = yield from self._encoder.lengths(names, text, ids[n_added:])
         ends = np.cumsum(lengths)
         ranges = np.stack([ends - lengths, ends], axis=1)
         data = text.encode() if self.holes else b""
@@ -248,6 +256,14 @@ class Vocabulary:
             some = lengths > 0
             ranges[some] = np.stack([kept[ranges[some, 0]], kept[ranges[some, 1] - 1] + 1], axis=1)
         return ranges
+
+    def _first_name(self, names: SpecialTokenFinder, text: str) -> Generator[None, None, Name | None]:
+        """Return the first name that may have no token before it."""
+        for parts in part_windows(names, text, WINDOW):
+            if parts[0][2] is not None or not (self._encoder.may_drop or self._stripping.is_left):
+                return parts[0][2]
+            yield
+        return None
 
     # ---------------------------------------------------------------- decoding
 

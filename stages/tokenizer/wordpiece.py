@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from pipeline.models.token_trie import END, TokenTrie
 from pipeline.models.vocabularies import SPACE
 from pipeline.models.vocabulary_tables import NAMED, Tables
-from stages.tokenizer.chunked_encode import RunTooLong, SpecialTokenFinder
-from stages.tokenizer.covered import covered_bytes
+from stages.tokenizer.chunked_encode import RunTooLong, SpecialTokenFinder, part_windows
+from stages.tokenizer.covered import Ends, covered_bytes
 from stages.tokenizer.kernels.word_cutter import WordCutter
 from stages.tokenizer.steps import each_step
 from stages.tokenizer.token_table import TokenTable
@@ -31,6 +31,7 @@ MAX_WORD = 1 << 18  # characters
 _WINDOW = 16_384  # characters: some ms
 _FEW = 512  # characters of a text for which the kernel is not called: its words may be cached
 _BETWEEN = "\ud800"  # between parts of a text: no text has it
+Cut = list[tuple[int, int]]  # the tokens of a word, and where each ends in it
 _DROPPED = "\x1c\x1d\x1e\x1f"  # control characters that Python takes for white space
 
 
@@ -107,24 +108,26 @@ class WordPieceEncoder:
 
     def _encode_words(self, words: list[str]) -> Generator[None, None, dict[str, Ids]]:
         """Return the ids of normalized words."""
+        cuts = yield from self._cut_steps(words)
+        return {word: tuple([i for i, _ in cut]) for word, cut in zip(words, cuts)}
+
+    def _cut_steps(self, words: list[str]) -> Generator[None, None, list[Cut]]:
+        """Return the tokens of normalized words, and their ends in it, with U+2581 in front. Yields between steps."""
         if self._compiled is not None:
-            return dict(zip(words, (yield from self._compiled.cut(words, SPACE)).ids_of_words()))
-        unknown = (self._unknown,)
-        found: dict[str, Ids] = {}
-        begin = 0
-        while begin < len(words):
-            size, end = 0, begin
+            return (yield from self._compiled.cut(words, SPACE)).pairs_of_words()
+        cuts: list[Cut] = []
+        while len(cuts) < len(words):
+            size, begin, end = 0, len(cuts), len(cuts)
             while end < len(words) and size < _WINDOW:
                 size += len(words[end])
                 end += 1
-            parts = self._cut(words[begin:end])
-            found |= {word: tuple([i for i, _ in cut]) or unknown for word, cut in zip(words[begin:end], parts)}
-            begin = end
-            if begin < len(words):
+            some = words[begin:end]
+            cuts += [cut or [(self._unknown, len(word) + 1)] for word, cut in zip(some, self._cut(some))]
+            if end < len(words):
                 yield
-        return found
+        return cuts
 
-    def _cut(self, words: Sequence[str]) -> list[list[tuple[int, int]]]:
+    def _cut(self, words: Sequence[str]) -> list[Cut]:
         """Return the longest tokens of each word one after the other, and their ends in it, with U+2581 in front.
 
         A word of which a part is no token has none.
@@ -140,7 +143,8 @@ class WordPieceEncoder:
         longest, tokens, begin = lengths.tolist(), ids.tolist(), 0
         cuts = []
         for end in ends.tolist():
-            cut, at = [], begin
+            cut: Cut = []
+            at = begin
             while at < end and longest[at]:
                 cut.append((tokens[at], at + longest[at] - begin))
                 at += longest[at]
@@ -150,35 +154,37 @@ class WordPieceEncoder:
 
     # ---------------------------------------------------------------- offsets
 
-    def lengths(self, names: SpecialTokenFinder, text: str, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    def lengths(
+        self, names: SpecialTokenFinder, text: str, tokens: NDArray[np.int64]
+    ) -> Generator[None, None, NDArray[np.int64]]:
         """As `Encoder.lengths`: what is before a token and belongs to none counts for it, at the end for the last."""
-        return covered_bytes(names, text, len(tokens), self._ends)
+        return covered_bytes(text, len(tokens), self._ends(names, text))
 
-    def _ends(self, text: str) -> list[int]:
-        """Return where the tokens of a text without names end."""
-        ends: list[int] = []
-        word: list[int] = []  # places behind the characters of the word
-        letters: list[str] = []
-
-        def finish() -> None:
-            if letters:
-                (cut,) = self._cut(["".join(letters)])
+    def _ends(self, names: SpecialTokenFinder, text: str) -> Ends:
+        """Yield where the tokens of a text end: of its words, and of names."""
+        rest = ""  # of a word that may go on, normalized
+        places = np.zeros(0, np.int64)  # behind the character that each normalized one was made of
+        for parts in part_windows(names, text, _WINDOW):
+            named = [name for _, _, name in parts if name is not None]
+            at, stop = parts[0][0], named[-1][1] if parts[-1][2] is not None else parts[-1][1]
+            # A name ends a word, as a space does.
+            written = "".join([text[i:j] + (" " * (name[1] - j) if name is not None else "") for i, j, name in parts])
+            became = list(map(self._normalizer.__getitem__, map(ord, written)))
+            counts = np.fromiter(map(len, became), np.int64, len(became))
+            places = np.append(places, np.repeat(np.arange(at + 1, stop + 1), counts))
+            rest += "".join(became)
+            end = len(rest) if stop == len(text) else rest.rfind(" ") + 1
+            words = rest[:end].split(" ")
+            letters = places[:end][np.frombuffer(rest[:end].encode("utf-32-le"), "<u4") != ord(" ")].tolist()
+            rest, places = rest[end:], places[end:]
+            words = list(filter(None, words))
+            cuts = yield from each_step(self._cut_steps(words), stop)
+            ends, first = [name[1] for name in named], 0
+            for word, cut in zip(words, cuts):
                 # The token of U+2581 alone ends where the word begins.
-                ends.extend([word[end - 2] if end > 1 else word[0] - 1 for _, end in cut] or [word[-1]])
-            word.clear()
-            letters.clear()
-
-        for place, character in enumerate(text):
-            became = self._normalizer[ord(character)]
-            if became[:1] == " ":
-                finish()
-            if letter := became.strip(" "):
-                letters.append(letter)
-                word.append(place + 1)
-            if len(became) == 3:
-                finish()
-        finish()
-        return ends
+                ends += [letters[first + i - 2] if i > 1 else letters[first] - 1 for _, i in cut]
+                first += len(word)
+            yield stop, sorted(ends)
 
     # ---------------------------------------------------------------- decoding
 

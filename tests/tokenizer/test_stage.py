@@ -17,7 +17,7 @@ from pipeline.protocol import messages as m
 from shm.checkpoint import load_index, write_index
 from stages.tokenizer import opened_models
 from stages.tokenizer.opened_models import ModelSource
-from stages.tokenizer.stage import TokenizerStage
+from stages.tokenizer.stage import MAX_LENGTH_PER_ITERATION, TokenizerStage
 from tests.kv.process import MODEL, load_config
 from tests.tokenizer.process import configure, write_model
 
@@ -138,3 +138,12 @@ def test_everyone_who_waits_gets_the_failure_and_the_next_request_tries_again(
     describe(stage, "third")
     stage._on_done()
     assert isinstance(sent[-1], m.Described)
+
+
+def test_offsets_of_a_text_count_as_much_as_its_tokens(stage: TokenizerStage, sent: list[m.Frame]) -> None:
+    """What the main thread does between two looks at its sockets stays short."""
+    text = "a " * (MAX_LENGTH_PER_ITERATION // 3)
+    stage._on_frame(b"gateway", m.Encode("both", MODEL, text, offsets=True))
+    assert stage.encode_queue.is_busy and not sent
+    stage._on_frame(b"gateway", m.Encode("tokens", MODEL, text))
+    assert [frame.id for frame in sent] == ["tokens"]  # type: ignore[attr-defined]
