@@ -1,7 +1,7 @@
 """The client of the tokenizer stage: encodes texts, renders chats, decodes tokens, and gets descriptions of models.
 
 Requests change no state in the tokenizer, so they are sent again to a new tokenizer process.  They are bounded in
-number and time.
+number and time; one whose caller does not wait any more is cancelled there.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class TokenizerClient:
                 retry_after_s=RETRY_AFTER_S,
             ) from None
         finally:
-            self._pending.pop(key, None)
+            if self._pending.pop(key, None) is not None and key not in self._unsent:
+                # If it cannot be sent, the tokenizer makes a reply that `on_reply` drops.
+                self._send(m.CancelText(key))
             self._unsent.discard(key)
             self._pending_of[tenant] -= 1
             if not self._pending_of[tenant]:

@@ -2,7 +2,7 @@
 
 Tenants take turns, and within a tenant its texts: a tenant with many of them delays the others by a step in each round.
 
-Owns the queue and the thread's loop; independent of frames and sockets.  The stage's thread calls `submit`,
+Owns the queue and the thread's loop; independent of frames and sockets.  The stage's thread calls `submit`, `drop`,
 `drop_client` and `take_results`; only the background thread runs the jobs.
 """
 
@@ -22,10 +22,13 @@ Result = TypeVar("Result")
 
 
 class _Job(Generic[Result]):
-    __slots__ = ("characters", "client", "is_dropped", "steps", "tenant")
+    __slots__ = ("characters", "client", "is_dropped", "name", "steps", "tenant")
 
-    def __init__(self, client: bytes, tenant: str, characters: int, steps: Generator[None, None, Result]) -> None:
+    def __init__(
+        self, client: bytes, name: str, tenant: str, characters: int, steps: Generator[None, None, Result]
+    ) -> None:
         self.client = client
+        self.name = name
         self.tenant = tenant
         self.characters = characters
         self.steps = steps
@@ -47,6 +50,7 @@ class EncodeQueue(Generic[Result]):
         self._waiting: TenantTurns[_Job[Result]] = TenantTurns()
         self._running: _Job[Result] | None = None
         self._unfinished: set[_Job[Result]] = set()  # waiting, or running a step
+        self._named: dict[tuple[bytes, str], _Job[Result]] = {}  # the last of each client and name
         self._results: deque[tuple[bytes, Result]] = deque()
         self._characters = 0  # of the unfinished jobs
         self._jobs_of: Counter[str] = Counter()  # unfinished ones, by tenant
@@ -58,17 +62,25 @@ class EncodeQueue(Generic[Result]):
         """True while a job is unfinished or a result has not been taken."""
         return bool(self._unfinished or self._results)
 
-    def submit(self, client: bytes, characters: int, steps: Generator[None, None, Result], tenant: str = "") -> bool:
+    def submit(
+        self,
+        client: bytes,
+        characters: int,
+        steps: Generator[None, None, Result],
+        tenant: str = "",
+        name: str = "",
+    ) -> bool:
         """Add a job; False if the queue is full, or the tenant's part of it. `steps` must not raise.
 
-        `tenant`: "" if it is none's.
+        `tenant`: "" if it is none's.  `name`: of the job among its client's, for `drop`.
         """
         with self._changed:
             is_full = len(self._unfinished) >= self._max_jobs or self._characters + characters > self._max_characters
             if (is_full or self._is_full_for(tenant, characters)) and self._unfinished:
                 return False
-            job = _Job(client, tenant, characters, steps)
+            job = _Job(client, name, tenant, characters, steps)
             self._unfinished.add(job)
+            self._named[client, name] = job
             self._waiting.add(tenant, job)
             self._characters += characters
             self._jobs_of[tenant] += 1
@@ -83,14 +95,24 @@ class EncodeQueue(Generic[Result]):
         has_most = self._jobs_of[tenant] >= most_jobs or self._characters_of[tenant] + characters > most_characters
         return bool(tenant) and has_most
 
+    def drop(self, client: bytes, name: str) -> None:
+        """Drop a job whose result is not needed, if it is unfinished."""
+        with self._changed:
+            if (job := self._named.get((client, name))) is not None:
+                self._drop(job)
+
     def drop_client(self, client: bytes) -> None:
         """Drop the client's jobs: it has disconnected, and their results are not needed."""
         with self._changed:
             for job in [job for job in self._unfinished if job.client == client]:
-                job.is_dropped = True
-                if job is not self._running:
-                    self._waiting.remove(job.tenant, job)
-                    self._remove(job)
+                self._drop(job)
+
+    def _drop(self, job: _Job[Result]) -> None:
+        """Remove a job now, or after the step that it runs."""
+        job.is_dropped = True
+        if job is not self._running:
+            self._waiting.remove(job.tenant, job)
+            self._remove(job)
 
     def take_results(self) -> list[tuple[bytes, Result]]:
         """Return (client, result) of the jobs that have finished since the last call."""
@@ -134,6 +156,8 @@ class EncodeQueue(Generic[Result]):
 
     def _remove(self, job: _Job[Result]) -> None:
         self._unfinished.discard(job)
+        if self._named.get((job.client, job.name)) is job:  # another of this name may have come since it was dropped
+            del self._named[job.client, job.name]
         self._characters -= job.characters
         self._jobs_of[job.tenant] -= 1
         self._characters_of[job.tenant] -= job.characters

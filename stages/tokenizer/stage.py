@@ -160,6 +160,10 @@ class TokenizerStage:
 
     def _on_frame(self, peer: bytes, frame: m.Frame) -> None:
         self.loop.progress += 1
+        if isinstance(frame, m.CancelText):
+            self.encode_queue.drop(peer, frame.id)
+            self.loop.busy = self.encode_queue.is_busy
+            return
         if self.service.is_text_request(frame):
             length = self._length(frame)
             cost = length * OFFSETS_LENGTH if isinstance(frame, m.Encode) and frame.offsets else length
@@ -190,7 +194,7 @@ class TokenizerStage:
         self.loop.busy = self.encode_queue.is_busy
 
     def _enqueue(self, peer: bytes, frame: TextRequest, length: int) -> None:
-        if self.encode_queue.submit(peer, length, self.service.reply_steps(frame), frame.tenant):
+        if self.encode_queue.submit(peer, length, self.service.reply_steps(frame), frame.tenant, frame.id):
             self.loop.busy = True
         else:
             message = "the tokenizer's queue of long texts, or one tenant's part of it, is full; try again later"

@@ -1,4 +1,7 @@
-"""A request that cannot be sent to the tokenizer now is sent later instead of failing. Bounds of a tenant's texts."""
+"""A request that cannot be sent to the tokenizer now is sent later instead of failing. Bounds of a tenant's texts.
+
+Requests that have no caller left are cancelled.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 
 from pipeline.api.requests.generation_request import TemplateArguments
 from pipeline.config.schema import Config, ModelConfig
-from pipeline.errors import Overloaded, StarlingError
+from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
 from pipeline.protocol import messages as m
 from stages.gateway.service import Service
 from stages.gateway.tokenizer_client import MAX_TENANT_PENDING, TextOwner, TokenizerClient
@@ -81,8 +84,8 @@ def test_the_texts_of_one_tenant_leave_room_for_those_of_others() -> None:
         sent: list[m.Encode] = []
 
         def send(frame: m.Frame) -> bool:
-            assert isinstance(frame, m.Encode)
-            sent.append(frame)
+            if isinstance(frame, m.Encode):
+                sent.append(frame)
             return True
 
         client = TokenizerClient(send)
@@ -106,3 +109,36 @@ def test_the_texts_of_one_tenant_leave_room_for_those_of_others() -> None:
                 await task
 
     asyncio.run(run())
+
+
+def test_a_request_without_a_caller_is_cancelled() -> None:
+    """Its client has left, or its time is over; not one that was answered or was never sent."""
+
+    async def run() -> list[m.Frame]:
+        sent: list[m.Frame] = []
+        is_open = True
+
+        def send(frame: m.Frame) -> bool:
+            if is_open:
+                sent.append(frame)
+            return is_open
+
+        client = TokenizerClient(send)
+        left, answered = (asyncio.create_task(client.encode("m", "x")) for _ in range(2))
+        await asyncio.sleep(0)
+        client.on_reply("q2", m.Encoded("q2", (7,)))
+        assert (await answered).tokens == (7,)
+        with pytest.raises(ModelUnavailable, match="has not replied"):
+            await client.request(lambda key: m.Encode(key, "m", "x"), timeout_s=0)
+        is_open = False
+        unsent = asyncio.create_task(client.encode("m", "x"))
+        await asyncio.sleep(0)
+        is_open = True
+        for task in (left, unsent):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        client.on_reply("q1", m.Encoded("q1", (7,)))  # a late one
+        return [frame for frame in sent if not isinstance(frame, m.Encode)]
+
+    assert asyncio.run(run()) == [m.CancelText("q3"), m.CancelText("q1")]

@@ -103,6 +103,34 @@ def test_a_disconnected_client_gets_no_results_until_it_submits_again() -> None:
         assert not worker.queue.is_busy
 
 
+def test_a_dropped_job_ends_with_its_step_and_leaves_room_for_others() -> None:
+    with Worker(max_jobs=2) as worker:
+        queue, inside, go_on = worker.queue, threading.Event(), threading.Event()
+
+        def held() -> Generator[None, None, str]:
+            inside.set()
+            assert go_on.wait(WAIT_S)
+            yield
+            raise AssertionError("a step of a dropped job")
+
+        queue.submit(b"a", 1, held(), "x", "first")
+        queue.submit(b"a", 1, worker.job("waiting", 1), "x", "second")
+        worker.thread.start()
+        assert inside.wait(WAIT_S)
+        for client, name in ((b"b", "first"), (b"a", "third")):  # none of these
+            queue.drop(client, name)
+        assert not queue.submit(b"a", 1, worker.job("too many", 1), "x", "third")
+        for _ in range(2):
+            queue.drop(b"a", "second")
+            queue.drop(b"a", "first")
+        queue.submit(b"a", 1, worker.job("again", 1), "x", "first")
+        go_on.set()
+        assert worker.wait(2) == [(b"a", "again")]
+        assert not queue.is_busy and not queue._named
+        queue.submit(b"a", 1, worker.job("later", 1), "x", "first")
+        assert worker.wait(1) == [(b"a", "later")]
+
+
 def test_the_queue_is_busy_until_the_last_result_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage that drains ends as soon as it is not: it reads that at any moment, without the thread's lock."""
     with Worker() as worker:

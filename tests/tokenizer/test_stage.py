@@ -147,3 +147,18 @@ def test_offsets_of_a_text_count_as_much_as_its_tokens(stage: TokenizerStage, se
     assert stage.encode_queue.is_busy and not sent
     stage._on_frame(b"gateway", m.Encode("tokens", MODEL, text))
     assert [frame.id for frame in sent] == ["tokens"]  # type: ignore[attr-defined]
+
+
+def test_a_text_that_is_cancelled_leaves_the_queue(stage: TokenizerStage, sent: list[m.Frame]) -> None:
+    text = "a " * MAX_LENGTH_PER_ITERATION
+    for peer, name in ((b"gateway", "q1"), (b"other", "q1"), (b"gateway", "q2")):
+        stage._on_frame(peer, m.Encode(name, MODEL, text))
+    stage._on_frame(b"gateway", m.CancelText("q1"))
+    assert sorted((job.client, job.name) for job in stage.encode_queue._unfinished) == [
+        (b"gateway", "q2"),
+        (b"other", "q1"),
+    ]
+    stage._on_frame(b"other", m.CancelText("q1"))
+    assert stage.loop.busy
+    stage._on_frame(b"gateway", m.CancelText("q2"))
+    assert not stage.loop.busy and not sent

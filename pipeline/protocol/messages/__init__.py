@@ -59,6 +59,7 @@ from pipeline.protocol.messages.gateway_scheduler import (
     request_of,
 )
 from pipeline.protocol.messages.gateway_tokenizer import (
+    CancelText,
     Describe,
     Described,
     Detokenize,
@@ -112,6 +113,7 @@ __all__ = [
     "Acquire",
     "Attach",
     "Cancel",
+    "CancelText",
     "Commit",
     "Constraint",
     "Denied",

@@ -53,6 +53,15 @@ class Detokenize(Frame, tag="d"):
     session: str = ""  # as in Encode
 
 
+class CancelText(Frame, tag="C"):
+    """The reply to an `Encode`, `Render` or `Detokenize` is no longer wanted. Without an answer.
+
+    A late one, or of an unknown id, means nothing: the reply has been sent, and the gateway drops it.
+    """
+
+    id: str
+
+
 class Describe(Frame, tag="m"):
     """Ask for a model's properties and its vocabulary. Answered by `Described`."""
 
@@ -120,5 +129,5 @@ class TokenizerFailed(Frame, tag="X"):
     param: str = ""
 
 
-GatewayToTokenizer = Hello | Heartbeat | Encode | Render | Detokenize | Describe
+GatewayToTokenizer = Hello | Heartbeat | Encode | Render | Detokenize | CancelText | Describe
 TokenizerToGateway = Hello | Heartbeat | Encoded | Detokenized | Described | TokenizerFailed
