@@ -12,10 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.api import json_body
 from pipeline.api.json_body import MAX_DIGITS
 from pipeline.api.json_prefix import MAX_DEPTH, JsonValue
 from pipeline.api.requests.tool_fields import template_form
 from pipeline.api.requests.tool_formats import FORMATS
+from stages.gateway.endpoints.body_readers import Body, read_request_body
+from stages.gateway.http.parser_pool import INLINE_BYTES, ParserPool
 from stages.gateway.tool_calls import call_parser, function_body
 from stages.gateway.tool_calls import parameter_types as types_module
 from stages.gateway.tool_calls.call_parser import Arguments, CallBegin, CallEnd, CallParser, Item, Text
@@ -117,6 +120,39 @@ def test_types_depend_on_no_other_tool_and_no_level() -> None:
     found = parameter_types(tools)
     assert len(found) == 128 * 11
     assert {types for _, _, types in found} == {"null|number"}
+
+
+def test_a_reference_is_read_as_far_as_a_schema_may_lie() -> None:
+    root: dict[str, Any] = {"type": "integer"}
+    for _ in range(json_body.MAX_DEPTH - 1):
+        root = {"": root}
+    known = {"$ref": "#" + "/" * (json_body.MAX_DEPTH - 1)}
+    root |= {"properties": {"x": known, "y": {"$ref": known["$ref"] + "/" * 10_000}}}
+    assert parameter_types([template_form("a", "", root)]) == (("a", "x", "number"),)
+
+
+def chat_body(tools: list[dict[str, Any]]) -> Body:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "tools": tools}
+    return Body(json.dumps(body).encode(), "chat", "application/json", "", 16 << 20)
+
+
+async def test_the_schemas_of_a_large_body_are_read_where_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the gateway they would stop every stream, for half a second."""
+    assert read_request_body(chat_body(TOOLS)).tools.types == TYPES
+    large = template_form("big", "", {"properties": {"x": {"anyOf": [{"type": "null"}, *({} for _ in range(3_000))]}}})
+    body = chat_body([*TOOLS, large])
+    assert len(body.data) < INLINE_BYTES
+
+    def read(schema: Any, root: dict[str, Any]) -> Any:
+        raise AssertionError("in this process")
+
+    monkeypatch.setattr(types_module, "_read", read)
+    parsers = ParserPool()
+    try:
+        request = await parsers.read(body, "a")
+    finally:
+        await parsers.close()
+    assert request.tools.types == (*TYPES, ("big", "x", "null"))
 
 
 VALUES: list[tuple[str, str, Any]] = [
@@ -344,6 +380,8 @@ def test_a_server_gives_values_the_types_of_the_schema(coder: Server) -> None:
     expected = {"path": "a\nb", "n": 5}
     body = {"model": MODEL, "messages": messages, "tools": TOOLS[:1], "seed": 1}
     (choice,) = coder.post("/v1/chat/completions", body).json["choices"]
+    padded = json.dumps(body).encode() + b" " * INLINE_BYTES  # parsed in another process
+    assert coder.post("/v1/chat/completions", padded).json["choices"] == [choice]
     assert choice["finish_reason"] == "tool_calls"
     assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == expected
     streamed = test_chat_tools.accumulated(coder.stream("/v1/chat/completions", body).all())[0]

@@ -38,8 +38,8 @@ class ToolUse(msgspec.Struct, array_like=True, frozen=True):
     )
     strict: tuple[str, ...] = ()  # the tools whose arguments match their schemas in any case
     strict_field: str = ""  # the first field that says so, for error messages
-    # Tool, parameter and JSON types divided by `|`, of parameters that are not strings; set at admission, for formats
-    # that write values without quotes.
+    # Tool, parameter and JSON types divided by `|`, of parameters that are not strings; set by the gateway's reader of
+    # bodies, and kept at admission for formats that write values without quotes.
     types: tuple[tuple[str, str, str], ...] = ()
 
     def call_id(self, prefix: str, choice: int, index: int) -> str:

@@ -51,7 +51,6 @@ from stages.gateway.requests.spec import RequestSpec, SequenceSpec
 from stages.gateway.requests.state import RequestState
 from stages.gateway.tokenizer_client import RETRY_AFTER_S, TextOwner, TokenizerClient
 from stages.gateway.tool_calls.call_grammar import answer_constraint
-from stages.gateway.tool_calls.parameter_types import parameter_types
 from stages.gateway.tracing.recorder import Recorder
 from stages.gateway.tracing.timeline import Fact, RequestTrace, ms
 from stages.gateway.tracing.trace_context import TraceContext
@@ -419,7 +418,7 @@ class Admission:
             salt = answer_salt(distinct, 0 if sampling.temperature == 0 else seed, described.digest)
             definitions = generation.template.tools if generation.template else None
             form = described.tool_format or GENERIC
-            types = parameter_types(definitions or ()) if FUNCTION in format_of(form).openers else ()
+            types = tools.types if FUNCTION in format_of(form).openers else ()
             tools = msgspec.structs.replace(tools, format=form, salt=salt, types=types)
             if definitions:
                 constraint = answer_constraint(tools, definitions, generation.constraint or None)

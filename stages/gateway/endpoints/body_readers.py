@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
+
 from pipeline.api.body_names import names_of
 from pipeline.api.content_coding import decompress
 from pipeline.api.json_body import parse_array, parse_object
+from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.api.requests.readers import READERS, BodyReader
 from pipeline.errors import StarlingError
 from stages.gateway.endpoints.lora_adapters import read_load, read_scales, read_unload
+from stages.gateway.tool_calls.parameter_types import parameter_types
 
 BODY_READERS: dict[str, BodyReader] = {
     **READERS,
@@ -39,7 +43,15 @@ def read_request_body(body: Body) -> Any:
     parsed = parse_object(plain, body.content_type)
     names = names_of(parsed)
     try:
-        return BODY_READERS[body.reader](parsed)
+        return _with_types(BODY_READERS[body.reader](parsed))
     except StarlingError as error:
         error.names = names
         raise
+
+
+def _with_types(result: Any) -> Any:
+    """Return the result with the types of its tools' parameters, which large schemas take long to give."""
+    if not (isinstance(result, GenerationRequest) and result.tools and result.template):
+        return result
+    types = parameter_types(result.template.tools or ())
+    return msgspec.structs.replace(result, tools=msgspec.structs.replace(result.tools, types=types))

@@ -2,14 +2,16 @@
 
 A parameter that may be anything counts as a string.  `ToolUse.types` has those that may be something else.
 
-This runs in the event loop.  Each schema is read once, however many references lead to it, so the work grows with the
-size of the tools.
+This runs where a body is parsed (parser_pool.py), because the schemas of a large one take half a second.  Each schema
+is read once, however many references lead to it, so the work grows with the size of the tools.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from pipeline.api.json_body import MAX_DEPTH
 
 _NONE: frozenset[str] = frozenset()
 _TYPES = {name: frozenset({name}) for name in ("number", "string", "boolean", "object", "array", "null")}
@@ -99,7 +101,7 @@ def _target(reference: str, root: dict[str, Any]) -> Any:
     if not reference.startswith("#"):
         return None
     target: Any = root
-    for part in reference.split("/")[1:]:
+    for part in reference.split("/", MAX_DEPTH)[1:]:  # no schema lies deeper
         if not isinstance(target, dict):
             return None
         target = target.get(part.replace("~1", "/").replace("~0", "~"))
