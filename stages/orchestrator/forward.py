@@ -102,14 +102,19 @@ class Refusal(Exception):
 
     def to_error(self) -> StarlingError:
         """The same as an error of this process, for a stream that has begun."""
-        return StarlingError(self.code or "INTERNAL", self.message or f"the engine answered with {self.status}")
+        message = self.message or f"the engine answered with {self.status}"
+        return StarlingError(self.code or "INTERNAL", message, status=self.status)
 
 
 def read_error(body: bytes) -> tuple[str, str]:
-    """Code and message of an error body or event of this project's servers, or of OpenAI's form; "" if it has none."""
+    """Code and message of an error body or event of this project's servers, or of OpenAI's form; "" if it has none.
+
+    Anthropic's form has no codes. Each of its types but `timeout_error` stands for several.
+    """
     try:
         error = msgspec.json.decode(body)["error"]
-        return str(error.get("code") or error.get("type") or ""), str(error.get("message") or "")
+        code = str(error.get("code") or error.get("type") or "")
+        return "TIMEOUT" if code == "timeout_error" else code, str(error.get("message") or "")
     except (*DECODE_ERRORS, KeyError, TypeError, AttributeError):
         return "", ""
 
