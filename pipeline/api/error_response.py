@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from pipeline.api import sse
 from pipeline.api.json_body import to_json
 from pipeline.errors import StarlingError
 
@@ -57,3 +58,15 @@ def error_event(error: StarlingError, open_choices: Iterable[int]) -> bytes:
     """Return the data of the event that reports `error` in a stream and ends the choices `open_choices`."""
     reason = "timeout" if error.code == "TIMEOUT" else "error"
     return to_json({**error.body(), "choices": [{"index": index, "finish_reason": reason} for index in open_choices]})
+
+
+def last_events(
+    error: StarlingError, open_choices: Iterable[int], *, is_anthropic: bool = False, request_id: str = ""
+) -> bytes:
+    """Return what ends a stream with `error`, of all endpoints but /v1/responses. See `error_response`, `error_event`.
+
+    Anthropic's client skips an event without a name.
+    """
+    if is_anthropic:
+        return sse.event(to_json(anthropic_error(error, request_id)), name=b"error")
+    return sse.event(error_event(error, open_choices)) + sse.DONE

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from pipeline.api import sse
 from pipeline.api.json_body import to_json
 from pipeline.api.json_prefix import JsonValue
 from pipeline.api.requests.conversations import ConversationItem, conversation_item
@@ -70,6 +71,19 @@ def failed_response(response: dict[str, Any], error: StarlingError) -> dict[str,
     """Return the response as one that has failed."""
     shown = {"status": "failed", "error": _error_object(error), "incomplete_details": None, "usage": None}
     return {**response, **shown}
+
+
+def refused_events(response: dict[str, Any], error: StarlingError) -> list[bytes]:
+    """Return all events of a request that fails before its answer begins: its response before and after that.
+
+    OpenAI's client accepts no other event before `response.created`.  They are no units of the answer.
+    """
+    begun = {**response, "status": "in_progress"}
+    responses = {"created": begun, "in_progress": begun, "failed": failed_response(response, error)}
+    return [
+        sse.event(to_json({"type": name, "sequence_number": number, "response": one}), name=name.encode())
+        for number, (name, one) in enumerate((f"response.{key}", one) for key, one in responses.items())
+    ]
 
 
 def _error_object(error: StarlingError) -> dict[str, str]:

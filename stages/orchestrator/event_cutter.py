@@ -40,6 +40,7 @@ _FIRST = re.compile(rb"(?:retry: [0-9]+\n)?" + USUAL.pattern)
 Place = tuple[int, int, float]  # tokens, level, units
 _PLACE = re.compile(rb"([0-9]+)([fed]?)(?:-([0-9]+))?")
 _LEVELS = (b"", b"f", b"e", b"d")
+_ENDED = _LEVELS.index(b"e")
 _BEGIN: Place = (0, 0, math.inf)
 
 
@@ -78,6 +79,11 @@ class EventCutter:
     def has_begun(self) -> bool:
         """Whether the client has received an event."""
         return bool(self.n_events or self.last_id)
+
+    def open_choices(self, n_choices: int) -> list[int]:
+        """Those of a stream's `n_choices` that have not ended; an event that the client has may name another number."""
+        places = _parse(self.last_id)[1] or [_BEGIN] * n_choices
+        return [index for index, (_, level, _) in enumerate(places) if level < _ENDED]
 
     def restart(self, *, is_replay: bool) -> None:
         """Another connection continues the stream, from its first event on (`is_replay`) or after `last_id`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from email.utils import formatdate
 from functools import lru_cache
 from typing import Any, Self
@@ -16,7 +16,7 @@ from typing import Any, Self
 from aiohttp import HttpVersion11, web
 
 from pipeline.api import sse
-from pipeline.api.error_response import error_event
+from pipeline.api.error_response import last_events
 from pipeline.api.json_body import CONTENT_TYPE
 from pipeline.errors import StarlingError
 from pipeline.ipc.tcp_transport import tcp_state
@@ -54,15 +54,23 @@ class EventResponse:
     """The `Out` of one request for a stream."""
 
     def __init__(
-        self, request: web.Request, headers: Mapping[str, str], *, is_last: bool = False, silent_s: float = 0.0
+        self,
+        request: web.Request,
+        headers: Mapping[str, str],
+        *,
+        is_anthropic: bool = False,
+        is_last: bool = False,
+        silent_s: float = 0.0,
     ) -> None:
         """`headers`: of the response, besides those of its form. `is_last`: the connection closes after it.
 
-        `silent_s`: without a byte, at most; 0: for any time. Until the `with` statement ends, or the response.
+        `is_anthropic`: the form of errors. `silent_s`: without a byte, at most; 0: for any time. Until the `with`
+        statement ends, or the response.
         """
         self.is_begun = False
         self._request = request
         self._headers = headers
+        self._is_anthropic = is_anthropic
         self._status = 200
         self._is_chunked = request.version >= HttpVersion11
         self._keeps_connection = self._is_chunked and request.keep_alive and not is_last
@@ -155,9 +163,10 @@ class EventResponse:
             raise ConnectionResetError("the client has disconnected")
         return transport
 
-    async def fail(self, error: StarlingError) -> None:
-        """Send an event with the error."""
-        await self.write(sse.event(error_event(error, [0])))
+    async def fail(self, error: StarlingError, open_choices: Sequence[int]) -> None:
+        """Send the last events, with the error."""
+        name = self._headers.get("X-Request-Id", "")
+        await self.write(last_events(error, open_choices, is_anthropic=self._is_anthropic, request_id=name))
 
     async def end(self) -> web.StreamResponse:
         """Send the end, and wait until little is buffered. Raises `ConnectionResetError` as `write` does."""

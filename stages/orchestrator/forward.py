@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -38,6 +38,7 @@ class Forward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     headers: dict[str, str]  # of the content, and X-Starling-Request
     method: str = "POST"
     is_stream: bool = False
+    n_choices: int = 1  # of all prompts
     is_bound: bool = False  # to a session, also a new one: no other agent can go on with it
     last_id: str = ""  # the client's Last-Event-ID
     is_only_continued: bool = False  # its conversation may have changed: another engine would give another answer
@@ -143,8 +144,8 @@ class Out(Protocol):
     def write_now(self, data: bytes) -> bool:
         """Send them if nothing must be waited for; False: `write` must send them."""
 
-    async def fail(self, error: StarlingError) -> None:
-        """Send the event of an error, the last one."""
+    async def fail(self, error: StarlingError, open_choices: Sequence[int]) -> None:
+        """Send what ends a stream with an error. `open_choices`: those that end with it."""
 
 
 class Bounds(NamedTuple):

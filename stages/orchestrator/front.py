@@ -44,7 +44,7 @@ from stages.orchestrator.read_body import (
 )
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.request_ids import RequestIds, request_of
-from stages.orchestrator.responses.jobs import Job
+from stages.orchestrator.responses.jobs import Job, queued_response
 from stages.orchestrator.responses.keeping import Keep, KeepingOut, without_record
 from stages.orchestrator.responses.service import PATH, Responses
 from stages.orchestrator.responses.shared import SharedResponses
@@ -67,6 +67,7 @@ class Ticket(NamedTuple):
     is_charged: bool = True  # its output counts
     continues: str = ""  # the conversation that gets its items; "": none
     turn: Turn = Turn()  # in that
+    queued: bytes = b""  # JSON of the response of a new stream before it begins
     stored: bytes = b""  # the response, if the request was answered before: then nothing is forwarded
 
 
@@ -277,6 +278,7 @@ class Front:
             body=body + (context or b""),
             headers=sent,
             is_stream=read.is_stream,
+            n_choices=read.n_choices,
             is_bound=is_bound,
             last_id=last_id,
             is_only_continued=bool(last_id and continues and before is None),
@@ -288,13 +290,17 @@ class Front:
             forward = msgspec.structs.replace(forward, is_only_continued=False, **same)
         if len(forward.body) > len(body):  # with its conversation
             hold_body(len(forward.body) - len(body))
-        job = None
+        job, queued = None, b""
+        if read.generation is not None and read.is_stream and not last_id:
+            queued = queued_response(read.generation, sent)
         if joined is not None and read.generation is not None and read.generation.is_in_background and not last_id:
             with suppress(ModelUnavailable, Overloaded):  # it waits for an agent
                 self._router.choose(routed)
             whose = caller.tenant, caller.key_id
             job = self.responses.job_of(forward, joined, read.generation, *whose, stored_digest, self._wall())
-        return Ticket(forward, caller.tenant, read.session, caller.key_id, job, continues=continues, turn=turn)
+        return Ticket(
+            forward, caller.tenant, read.session, caller.key_id, job, continues=continues, turn=turn, queued=queued
+        )
 
     async def plain_ticket(self, caller: Caller, path: str, body: bytes, headers: Mapping[str, str]) -> Ticket:
         """A request that any engine of the model answers, or the one of its session. Raises `StarlingError`."""
@@ -411,7 +417,8 @@ class Front:
         reader = SessionReader(out) if ticket.session is not None else None
         if ticket.forward.may_be_response:
             is_response = ticket.forward.path == PATH
-            keeping = KeepingOut(out, self._keep_of(ticket), is_response=is_response, before_end=ticket.turn.end)
+            keep, ends = self._keep_of(ticket), ticket.turn.end
+            keeping = KeepingOut(out, keep, is_response=is_response, before_end=ends, queued=ticket.queued)
 
             def charge(events: int) -> None:
                 used = keeping.usage.get("output_tokens")

@@ -43,7 +43,6 @@ from stages.orchestrator.upstream import Unreachable
 
 log = logging.getLogger("starling.orchestrator.http")
 
-
 FRONT = web.AppKey("front", Front)
 FLEET = web.AppKey("fleet", FleetApi)
 CALLER = web.RequestKey("caller", Caller)
@@ -308,7 +307,7 @@ async def _in_background(request: web.Request, front: Front, job: Job) -> web.St
     if job.is_stream:
         find = partial(front.ticket_of, request[CALLER], job.request_id, "", is_body_held=True)
         ticket = await background.once_begun(job.request_id, find)
-        return await answer(request, front, ticket._replace(is_charged=False))
+        return await answer(request, front, ticket._replace(is_charged=False, queued=job.shown))
     headers = {"X-Starling-Request": job.request_id}
     return web.Response(body=shown, headers=headers, content_type=CONTENT_TYPE)
 
@@ -321,10 +320,11 @@ async def answer(request: web.Request, front: Front, ticket: Ticket, after: int 
     try:
         if ticket.forward.is_stream:
             headers = {**own_headers(request), "X-Starling-Request": ticket.forward.id}
+            is_anthropic = ticket.forward.path == message_version.PATH
             is_last, silent_s = request.app[FLEET].is_stopping, front.config.server.sse_ping_interval_s
-            with EventResponse(request, headers, is_last=is_last, silent_s=silent_s) as response:
-                await front.stream(ticket, AfterOut(response, after) if after >= 0 else response)
-                return await response.end()
+            with EventResponse(request, headers, is_anthropic=is_anthropic, is_last=is_last, silent_s=silent_s) as out:
+                await front.stream(ticket, AfterOut(out, after) if after >= 0 else out)
+                return await out.end()
         status, headers, body = await front.whole(ticket)
     except Refusal as refusal:
         if refusal.is_of_key:  # the engine names the key by a hash

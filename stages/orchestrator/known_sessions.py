@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from pipeline.errors import StarlingError
 from stages.orchestrator.forward import Out
@@ -81,6 +81,6 @@ class SessionReader:
         self.session = self.session or session_in(data)
         return self._out.write_now(data)
 
-    async def fail(self, error: StarlingError) -> None:
+    async def fail(self, error: StarlingError, open_choices: Sequence[int]) -> None:
         """See `Out`."""
-        await self._out.fail(error)
+        await self._out.fail(error, open_choices)

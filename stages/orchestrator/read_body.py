@@ -61,6 +61,7 @@ class ReadBody(NamedTuple):
     begins_session: bool = False  # one with that id, if there is none
     generation: GenerationRequest | None = None  # of a request for /v1/responses, whose prompt is not complete here
     converted: int = 0  # tokens that the quota counts of a request that generates none
+    n_choices: int = 1  # of all prompts
 
 
 async def inline_or_not(body: bytes, headers: Mapping[str, str], read: Callable[[], T]) -> T:
@@ -99,10 +100,10 @@ def read_body(
     """Read the body of a request for `path`. Raises `InvalidRequest`, `TooLarge`."""
     reader = _READER_OF[path]
     fields, request = read_fields(reader, body, content_type, coding, max_bytes)
-    is_stream, salt, session, begins = False, "", None, False
+    is_stream, salt, session, begins, n_choices = False, "", None, False, 1
     if isinstance(request, GenerationRequest):
         is_stream, salt, session = request.stream, request.cache_salt, request.session_id
-        begins = request.creates_session
+        begins, n_choices = request.creates_session, max(1, len(request.prompts)) * request.n
     if reader == "session_close":
         model, session = request
     else:
@@ -114,7 +115,8 @@ def read_body(
     prompt = prompt_text(fields)
     blocks = block_hashes(prompt, f"{model}\0{tenant_salt}\0{salt}")
     converted = _converted(request) if path in OTHER_PATHS else 0
-    return ReadBody(model, is_stream, session, blocks, len(prompt), begins and bool(session), converted=converted)
+    begins = begins and bool(session)
+    return ReadBody(model, is_stream, session, blocks, len(prompt), begins, converted=converted, n_choices=n_choices)
 
 
 def _converted(request: object) -> int:

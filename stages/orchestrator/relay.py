@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from pipeline.api import sse
 from pipeline.api.output_text import REPLAYED, TEXT
 from pipeline.api.output_tokens import OUTPUT
 from pipeline.api.page_names import HEADER as PAGES
@@ -132,7 +133,7 @@ class Relay:
                 raise
             shown = error if isinstance(error, StarlingError) else error.to_error()
             log.warning("a stream ends with an error", extra={"request_id": forward.id, "reason": shown.message})
-            await out.fail(shown)
+            await out.fail(shown, cutter.open_choices(forward.n_choices))
             return tries.begun_text.tokens if tries.begun_text is not None else cutter.n_events
         finally:
             self.routes.left(tries)
@@ -252,7 +253,8 @@ class Relay:
         code = named or code
         if code in MOVABLE_IN_STREAM:
             raise Unreachable(message or code)
-        await out.write(opening + event)
+        end = sse.DONE if data.startswith(b'{"error":') else b""  # the engine's does not follow its error here
+        await out.write(opening + event + end)
 
     # ---------------------------------------------------------------- whole answers
 

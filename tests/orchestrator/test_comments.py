@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import anthropic._streaming
 import openai._streaming
@@ -51,7 +51,7 @@ class Received:
     def write_now(self, data: bytes) -> bool:
         return False
 
-    async def fail(self, error: StarlingError) -> None:
+    async def fail(self, error: StarlingError, open_choices: Sequence[int]) -> None:
         raise AssertionError
 
 

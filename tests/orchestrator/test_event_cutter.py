@@ -129,6 +129,15 @@ def test_an_error_is_held_back_with_all_that_follows() -> None:
     assert named.error and not named.n_events
 
 
+def test_the_choices_that_an_error_ends_are_those_that_have_not_ended() -> None:
+    cutter = EventCutter()
+    assert cutter.open_choices(3) == [0, 1, 2]
+    for places, expected in ((b"0.0.0", [0, 1, 2]), (b"4e.2f.0", [1, 2]), (b"4e.2f.7d", [1]), (b"4e.2e.7d", [])):
+        cutter.feed(b"id: r:%b\ndata: {}\n\n" % places)
+        assert cutter.open_choices(3) == expected
+    assert EventCutter(b"r:2e.7").open_choices(1) == [1]  # read again: only the id says how many there are
+
+
 def test_opening_events_that_come_with_an_error_are_held_back_too() -> None:
     """Nothing was forwarded then: another engine may begin, with opening events of its own."""
     opening = b'retry: 1000\ndata: {"o":1}\n\nid: r:0\ndata: {"o":2}\n\n'

@@ -105,6 +105,30 @@ async def test_an_answer_that_came_whole_is_the_answer(is_kept: bool, is_drainin
     assert len(agents.connections) == 1
 
 
+@pytest.mark.parametrize("error", [b'{"error":{"code":"CONFLICT"}}', b'{"type":"error","error":{}}'])
+async def test_an_error_of_the_engine_ends_the_stream_as_its_api_does(error: bytes) -> None:
+    agents, received = Agents("a"), Received()
+    stream = asyncio.ensure_future(agents.relay.stream(forward(is_stream=True), received))
+    await _settle()
+    failed, end = b"data: " + error + b"\n\n", DONE if error.startswith(b'{"error"') else b""
+    agents.connections[0].data_received(HEAD + chunk(event(1)) + chunk(failed + end) + END)
+    await asyncio.wait_for(stream, 60)
+    assert received.data == shown(range(1, 2)) + failed + end
+
+
+async def test_an_error_of_the_orchestrator_ends_the_choices_that_are_open() -> None:
+    agents, received = Agents("a"), Received()
+    asked = forward(is_stream=True, is_bound=True, n_choices=2)
+    stream = asyncio.ensure_future(agents.relay.stream(asked, received))
+    await _settle()
+    agents.connections[0].data_received(HEAD + chunk(b"id: r:3e.2\ndata: {}\n\n"))
+    await _settle()
+    agents.lose_all()
+    agents.router.update_routing_table([])
+    await asyncio.wait_for(stream, 60)
+    assert received.data.endswith(b'"choices":[{"index":1,"finish_reason":"error"}]}\n\n')
+
+
 @pytest.mark.parametrize("code", ["DRAINING", "CONFLICT"])
 async def test_a_response_that_fails_before_its_text_moves_unless_its_client_is_at_fault(code: str) -> None:
     """Its opening events come with the error; one of a conversation moves only while nothing was forwarded."""

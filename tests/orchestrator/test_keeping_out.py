@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -42,7 +42,7 @@ class Client:
     def write_now(self, data: bytes) -> bool:
         return False
 
-    async def fail(self, error: StarlingError) -> None:
+    async def fail(self, error: StarlingError, open_choices: Sequence[int]) -> None:
         raise AssertionError("not in the form of this API")
 
 
@@ -110,12 +110,20 @@ async def test_errors_of_the_orchestrator_have_the_form_of_the_api() -> None:
 
     client = Client()
     out = KeepingOut(client, keep)
-    await out.fail(ModelUnavailable("no agent"))
+    await out.fail(ModelUnavailable("no agent"), [0])
     assert (parsed(client.data)[0].name, parsed(client.data)[0].data["code"]) == ("error", "MODEL_UNAVAILABLE")
+    queued = Client()
+    out = KeepingOut(queued, keep, queued=to_json({**RESPONSE, "status": "queued"}))
+    await out.fail(ModelUnavailable("no agent"), [0])
+    events = parsed(queued.data)
+    assert [one.name for one in events] == ["response.created", "response.in_progress", "response.failed"]
+    assert [one.data["sequence_number"] for one in events] == [0, 1, 2]
+    assert events[0].data["response"] == events[1].data["response"] == RESPONSE
+    assert events[2].data["response"]["error"]["message"] == "no agent"
     begun = Client()
-    out = KeepingOut(begun, keep)
+    out = KeepingOut(begun, keep, queued=to_json({**RESPONSE, "status": "queued"}))
     await out.write(b"".join(stream()[:3]))
-    await out.fail(ModelUnavailable("no agent"))
+    await out.fail(ModelUnavailable("no agent"), [0])
     last = parsed(begun.data)[-1]
     assert (last.name, last.data["sequence_number"]) == ("response.failed", 7)
     assert (last.data["response"]["id"], last.data["response"]["status"]) == ("resp_1", "failed")
@@ -126,7 +134,7 @@ async def test_errors_of_other_streams_that_are_read_again_have_their_form() -> 
         async def write(self, data: bytes) -> None:
             self.data += data
 
-        async def fail(self, error: StarlingError) -> None:
+        async def fail(self, error: StarlingError, open_choices: Sequence[int]) -> None:
             self.log.append(error.code)
 
     async def keep(body: bytes, kept: KeptResponse) -> None:
@@ -135,12 +143,12 @@ async def test_errors_of_other_streams_that_are_read_again_have_their_form() -> 
     other = Other()
     out = KeepingOut(other, keep, is_response=False)
     await out.write(b'id: req-1:1\ndata: {"id":"x","choices":[]}\n\n')
-    await out.fail(ModelUnavailable("no agent"))
+    await out.fail(ModelUnavailable("no agent"), [0])
     assert other.log == ["MODEL_UNAVAILABLE"]
     begun = Client()
     out = KeepingOut(begun, keep, is_response=False)
     await out.write(stream()[2])
-    await out.fail(ModelUnavailable("no agent"))
+    await out.fail(ModelUnavailable("no agent"), [0])
     assert parsed(begun.data)[-1].data["sequence_number"] == 7
 
 
@@ -182,7 +190,7 @@ async def test_a_failure_is_sent_whatever_its_number(is_created: bool) -> None:
     out = KeepingOut(AfterOut(client, 5), keep)
     if is_created:
         await out.write(stream()[0])
-    await out.fail(ModelUnavailable("no agent"))
+    await out.fail(ModelUnavailable("no agent"), [0])
     assert [one.name for one in parsed(client.data)] == ["response.failed" if is_created else "error"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -72,7 +72,7 @@ class Client:
         self.data += data
         return True
 
-    async def fail(self, error: StarlingError) -> None:
+    async def fail(self, error: StarlingError, open_choices: Sequence[int]) -> None:
         raise NotImplementedError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -111,8 +111,8 @@ class Received:
         self.data += data
         return True
 
-    async def fail(self, error: StarlingError) -> None:
-        self.data += sse.event(error_event(error, [0]))
+    async def fail(self, error: StarlingError, open_choices: Sequence[int]) -> None:
+        self.data += sse.event(error_event(error, open_choices))
 
 
 class Clock:

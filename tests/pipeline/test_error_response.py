@@ -7,7 +7,7 @@ import json
 import pytest
 
 from pipeline.api import sse
-from pipeline.api.error_response import error_event, error_response
+from pipeline.api.error_response import error_event, error_response, last_events
 from pipeline.errors import CODES, Overloaded, StarlingError, Unauthenticated
 
 
@@ -32,6 +32,13 @@ def test_an_error_event_ends_the_open_choices(code: str, reason: str) -> None:
     body = json.loads(error_event(StarlingError(code, "why"), [0, 2]))
     assert body["error"]["code"] == code
     assert body["choices"] == [{"index": 0, "finish_reason": reason}, {"index": 2, "finish_reason": reason}]
+
+
+def test_the_last_events_have_the_form_of_the_api() -> None:
+    error = StarlingError("TIMEOUT", "late")
+    assert last_events(error, [0, 2]) == sse.event(error_event(error, [0, 2])) + b"data: [DONE]\n\n"
+    shown = b'{"type":"error","error":{"type":"timeout_error","message":"late"},"request_id":"req-1"}'
+    assert last_events(error, [0], is_anthropic=True, request_id="req-1") == sse.event(shown, name=b"error")
 
 
 def test_events() -> None:

@@ -190,18 +190,6 @@ def kept_record(request: RequestState) -> bytes:
     return encode_kept(KeptResponse(msgspec.msgpack.encode(conversation), inputs, request.spec.body_digest))
 
 
-def refused_events(begun: dict[str, Any], failed: dict[str, Any]) -> list[BlockEvent]:
-    """Return all events of a request that fails before its answer begins: its response before and after that.
-
-    They are no units.
-    """
-    responses = {"created": begun, "in_progress": begun, "failed": failed}
-    return [
-        BlockEvent(name.encode(), to_json({"type": name, "sequence_number": number, "response": response}), 0)
-        for number, (name, response) in enumerate((f"response.{key}", one) for key, one in responses.items())
-    ]
-
-
 class ResponsesFormatter:
     """Formats the response of one request, which has one sequence."""
 

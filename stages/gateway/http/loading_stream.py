@@ -17,15 +17,13 @@ from typing import Any, TypeVar
 from aiohttp import HttpVersion11, web
 
 from pipeline.api import response_context, sse
-from pipeline.api.error_response import anthropic_error, error_event
-from pipeline.api.json_body import to_json
+from pipeline.api.error_response import last_events
 from pipeline.api.output_tokens import RELAY
 from pipeline.api.request_name import HEADER as NAME
 from pipeline.api.request_name import RequestName
 from pipeline.api.requests.generation_request import GenerationRequest, ResponseFields
-from pipeline.api.response_object import failed_response, make_response
+from pipeline.api.response_object import failed_response, make_response, refused_events
 from pipeline.errors import StarlingError
-from stages.gateway.endpoints.response_events import refused_events
 from stages.gateway.http.context import CALLER, SERVICE, STATE
 
 T = TypeVar("T")
@@ -102,7 +100,9 @@ class LoadingStream:
         if generation.endpoint == "responses":
             data = await self._failed_response(error, generation)
         else:
-            data = _error_bytes(error, generation, self.response.headers.get("X-Request-Id", ""))
+            choices = range(max(1, len(generation.prompts)) * generation.n)
+            name = self.response.headers.get("X-Request-Id", "")
+            data = last_events(error, choices, is_anthropic=generation.is_anthropic, request_id=name)
         await self.response.write(data)
         await self.response.write_eof()
         return self.response
@@ -112,7 +112,7 @@ class LoadingStream:
         state = self._request.get(STATE)  # of a request that was admitted, and failed before its answer began
         created = state.spec.created if state is not None else self._name.created
         drawn = state.spec.seed if state is not None else self._name.seed or 0  # 0: none was drawn
-        begun = make_response(
+        response = make_response(
             generation.response or ResponseFields(),
             request_id=self._name.id,
             created=created or int(service.wall()),
@@ -120,11 +120,10 @@ class LoadingStream:
             model=self._model,
             seed=generation.seed if generation.seed is not None else drawn,
         )
-        failed = failed_response(begun, error)
         if state is None:  # else `Responses.ended` stores it
+            failed = failed_response(response, error)
             await service.responses.refused(generation, self._request[CALLER].tenant, self._name.id, failed)
-        events = refused_events(begun, failed)
-        *opening, last = (sse.event(event.data, name=event.name) for event in events)
+        *opening, last = refused_events(response, error)
         named = response_context.failed_comment(error.code) if RELAY in self._request.headers else b""
         return b"".join((*opening, named, last))
 
@@ -143,11 +142,3 @@ def queued_stream(request: web.Request) -> LoadingStream:
     spec, on_demand = request[STATE].spec, request.app[SERVICE].on_demand
     name = RequestName(spec.id, spec.created)
     return LoadingStream(request, name, spec.shown_model, lambda: on_demand.progress(spec.model), silent_s(request))
-
-
-def _error_bytes(error: StarlingError, generation: GenerationRequest, request_id: str) -> bytes:
-    """The events of a request that fails before it is admitted. `request_id`: as the headers name it."""
-    if generation.endpoint == "messages":
-        return sse.event(to_json(anthropic_error(error, request_id)), name=b"error")
-    n_choices = max(1, len(generation.prompts)) * generation.n
-    return sse.event(error_event(error, range(n_choices))) + sse.DONE

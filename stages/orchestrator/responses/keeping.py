@@ -8,7 +8,7 @@ that cannot be stored fails, as in a server.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ import msgspec
 from pipeline.api import response_context, sse
 from pipeline.api.json_body import to_json
 from pipeline.api.response_context import KeptResponse
-from pipeline.api.response_object import failed_response
+from pipeline.api.response_object import failed_response, refused_events
 from pipeline.errors import InternalError, StarlingError
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.forward import Out
@@ -36,11 +36,18 @@ class KeepingOut:
     """An `Out` that stores a response before its last event. `keep` raises `StarlingError`."""
 
     def __init__(
-        self, out: Out, keep: Keep, *, is_response: bool = True, before_end: Callable[[], Awaitable[None]] | None = None
+        self,
+        out: Out,
+        keep: Keep,
+        *,
+        is_response: bool = True,
+        before_end: Callable[[], Awaitable[None]] | None = None,
+        queued: bytes = b"",
     ) -> None:
         """`is_response`: false if the stream, which is read again, may be another endpoint's.
 
         `before_end`: is called before the last event is sent, after which the client may send its next request.
+        `queued`: JSON of the response of a request that has not begun; b"": the client may have had its first event.
         """
         self.usage: dict[str, Any] = {}  # of the response, when it is complete
         self.failed = b""  # JSON of the response, if the engine says that it has failed
@@ -49,6 +56,7 @@ class KeepingOut:
         self._keep = keep
         self._is_response = is_response
         self._before_end = before_end
+        self._queued = queued
         self._kept: KeptResponse | None = None
         self._created = b""  # data of the first event
         self._number = -1  # of the last event
@@ -124,16 +132,18 @@ class KeepingOut:
             await self._ends()
         return block
 
-    async def fail(self, error: StarlingError) -> None:
+    async def fail(self, error: StarlingError, open_choices: Sequence[int]) -> None:
         """End the stream with an error."""
         self.error = error
         await self._ends()
         if not self._is_response:
-            await self._out.fail(error)
+            await self._out.fail(error, open_choices)
             return
         if self._created:
             response = msgspec.json.decode(self._created)["response"]
             event = _failed_event(response, error, self._number + 1) + END
+        elif self._queued:
+            event = b"".join(refused_events(msgspec.json.decode(self._queued), error))
         else:
             shown = {"type": "error", "code": error.code, "message": error.message, "param": error.param or None}
             event = sse.event(to_json({**shown, "sequence_number": self._number + 1}), name=b"error")
@@ -178,9 +188,9 @@ class AfterOut:
         """See `Out`. Never."""
         return False
 
-    async def fail(self, error: StarlingError) -> None:
+    async def fail(self, error: StarlingError, open_choices: Sequence[int]) -> None:
         """End the stream with an error."""
-        await self._out.fail(error)
+        await self._out.fail(error, open_choices)
 
 
 def _is_failure(block: bytes) -> bool:
