@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 
 import anthropic._streaming
 import openai._streaming
@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from pipeline.api import sse
 from pipeline.api.response_context import KeptResponse, encode_kept, kept_comment
-from pipeline.errors import StarlingError
 from stages.orchestrator.event_cutter import EventCutter
 from stages.orchestrator.forward import Out
 from stages.orchestrator.responses.keeping import AfterOut, KeepingOut
 from stages.orchestrator.route_finder import comment
 from stages.orchestrator.text_connection import COMMENT
 from starling.client.events import read_events
+from tests.orchestrator.received import Received
 
 FIRST, SECOND = b'id: r:1\ndata: {"n":1}\n\n', b'id: r:2\ndata: {"n":2}\n\n'
 DATA = ['{"n":1}', '{"n":2}']
@@ -33,26 +33,6 @@ DECODERS: dict[str, Callable[[bytes], Iterable[object]]] = {
 def decoded(data: bytes) -> dict[str, list[object]]:
     """The data of the events that each client finds."""
     return {name: [one.data for one in decode(data)] for name, decode in DECODERS.items()}  # type: ignore[attr-defined]
-
-
-class Received:
-    """A client's response."""
-
-    def __init__(self) -> None:
-        self.is_begun = False
-        self.data = b""
-
-    def begin(self, status: int, headers: Mapping[str, str]) -> None:
-        self.is_begun = True
-
-    async def write(self, data: bytes) -> None:
-        self.data += data
-
-    def write_now(self, data: bytes) -> bool:
-        return False
-
-    async def fail(self, error: StarlingError, open_choices: Sequence[int]) -> None:
-        raise AssertionError
 
 
 async def _keep(body: bytes, kept: KeptResponse) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from pipeline.api import sse
-from pipeline.api.error_response import error_event
 from pipeline.api.output_text import FIXED, TEXT, comment
-from pipeline.errors import NotFound, StarlingError
+from pipeline.errors import NotFound
 from pipeline.fleet.bodies import LoadedModel
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.forward import Bounds, Forward, Refusal
@@ -20,6 +19,7 @@ from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.upstream import Answer, Take, Unreachable
 from tests.orchestrator.agents import engine, heartbeat, request, router, view
+from tests.orchestrator.received import Received
 
 BEGUN = comment(1) + sse.event(b'{"choices":[{"index":0,"text":"a","finish_reason":null}]}')
 ENDED = comment(2) + sse.event(b'{"choices":[{"index":0,"text":"","finish_reason":"stop"}]}') + sse.DONE
@@ -92,27 +92,6 @@ class Dying(Engines):
 
         answer.read = read_until_lost  # type: ignore[method-assign]
         return answer
-
-
-class Received:
-    """A client's response."""
-
-    def __init__(self) -> None:
-        self.is_begun = False
-        self.data = b""
-
-    def begin(self, status: int, headers: Mapping[str, str]) -> None:
-        self.is_begun = True
-
-    async def write(self, data: bytes) -> None:
-        self.data += data
-
-    def write_now(self, data: bytes) -> bool:
-        self.data += data
-        return True
-
-    async def fail(self, error: StarlingError, open_choices: Sequence[int]) -> None:
-        self.data += sse.event(error_event(error, open_choices))
 
 
 class Clock:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pipeline.config.load import resolve
 from pipeline.protocol.messages import Constraint, ModelVocabulary
 from shm import step_ring as sh
 from shm.step_ring import StepsGeometry, create_steps
+from stages.scheduler.constraints import frames as f
+from stages.scheduler.constraints import helper_main
 from stages.scheduler.constraints.constraints import Constraints
 from stages.scheduler.constraints.helper_processes import ConstraintHelpers
 from stages.scheduler.constraints.vetting import Waiter
@@ -27,6 +30,21 @@ from .vocabularies import SIZE
 WAIT_S = 240.0  # that only a failure reaches
 ROWS = 8
 GEOMETRY = StepsGeometry(ROWS, 4, 4, 64, 4, mask_words=sh.mask_words(SIZE))
+
+
+def vetted(sent: Iterable[f.ToHelper]) -> list[f.FromHelper]:
+    """What `serve_vet` answers to these frames, in this process."""
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, its:
+        for packet in f.packets(list(sent)):
+            ours.send(packet)
+        ours.shutdown(socket.SHUT_WR)
+        helper_main.serve_vet(its.fileno())
+        its.close()
+        answers: list[f.FromHelper] = []
+        while packet := ours.recv(1 << 16):
+            answers += f.decode_answers(packet)
+    return answers
 
 
 class Loop:

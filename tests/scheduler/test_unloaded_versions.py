@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from stages.scheduler.constraints import grammar, helper_main
 from stages.scheduler.constraints.mask_writer import read_vocabulary
 
 from . import vocabularies
-from .constraint_helpers import Site, mappings
+from .constraint_helpers import Site, mappings, vetted
 from .masks import PLAIN, TEXT, Masks
 
 SHORT = Constraint("regex", "[ab]{3}", "regex")
@@ -91,18 +90,8 @@ def test_the_trial_process_forgets_an_unloaded_version(tmp_path: Path, monkeypat
     monkeypatch.setattr(grammar, "make_tokenizer", make)
     monkeypatch.setattr(helper_main, "read_vocabulary", read)
     monkeypatch.setattr(helper_main, "vet", lambda tokenizer, frame: f.Vetted(frame.id, ""))
-    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, its:
-        sent = [f.Vocabulary("m", str(path)), f.Vet(1, "m", SHORT), f.Forget("m"), f.Vet(2, "m", SHORT)]
-        sent += [f.Vocabulary("m", str(path)), f.Vet(3, "m", SHORT)]
-        for packet in f.packets(sent):
-            ours.send(packet)
-        ours.shutdown(socket.SHUT_WR)
-        helper_main.serve_vet(its.fileno())
-        its.close()
-        answers = []
-        while packet := ours.recv(1 << 16):
-            answers += f.decode_answers(packet)
-    errors = [frame.error for frame in answers if isinstance(frame, f.Vetted)]
+    sent: list[f.ToHelper] = [f.Vocabulary("m", str(path)), f.Vet(1, "m", SHORT), f.Forget("m"), f.Vet(2, "m", SHORT)]
+    sent += [f.Vocabulary("m", str(path)), f.Vet(3, "m", SHORT)]
+    errors = [frame.error for frame in vetted(sent) if isinstance(frame, f.Vetted)]
     assert errors == ["", "the model has been unloaded", ""]
     assert (alive, len(tokenizers)) == ([0, 0], 2)

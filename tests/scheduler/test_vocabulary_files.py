@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from pipeline.files import temporary_path
 from pipeline.ipc.poll_loop import PollLoop
 from pipeline.protocol.messages import Constraint, ModelVocabulary
 from stages.scheduler.constraints import frames as f
-from stages.scheduler.constraints import helper_main, mask_writer
+from stages.scheduler.constraints import mask_writer
 from stages.scheduler.constraints.constraints import Constraints
 from stages.scheduler.constraints.helper_processes import RETRY_S, ConstraintHelpers
 from stages.scheduler.constraints.mask_writer import MaskWriter
@@ -24,6 +23,7 @@ from stages.scheduler.core.worker_link import WorkerLink
 from stages.scheduler.policy.admission import Refusal
 from stages.scheduler.stage import SchedulerStage
 
+from .constraint_helpers import vetted
 from .peers import submission
 from .vocabularies import vocabulary
 
@@ -176,19 +176,9 @@ def test_a_helper_that_is_late_does_not_miss_the_rows_of_an_unloaded_version(tmp
 
 
 def test_a_constraint_of_an_unloaded_version_ends_no_trial_process(tmp_path: Path) -> None:
-    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, its:
-        missing = f.Vocabulary("m@2", str(tmp_path / "gone.msgpack"))
-        for number in (1, 2):
-            constraint = Constraint("regex", "a", "regex")
-            for packet in f.packets([missing, f.Vet(number, "m@2", constraint)]):
-                ours.send(packet)
-        ours.shutdown(socket.SHUT_WR)
-        helper_main.serve_vet(its.fileno())
-        its.close()
-        answers = []
-        while packet := ours.recv(1 << 16):
-            answers += f.decode_answers(packet)
+    missing = f.Vocabulary("m@2", str(tmp_path / "gone.msgpack"))
+    constraint = Constraint("regex", "a", "regex")
+    answers = vetted([missing, f.Vet(1, "m@2", constraint), missing, f.Vet(2, "m@2", constraint)])
     why = "the model has been unloaded"
     assert answers == [f.Begun(1), f.Vetted(1, why), f.Begun(2), f.Vetted(2, why)]
 
@@ -196,17 +186,8 @@ def test_a_constraint_of_an_unloaded_version_ends_no_trial_process(tmp_path: Pat
 def test_a_model_without_an_end_token_ends_no_trial_process(tmp_path: Path) -> None:
     path = tmp_path / "vocabulary.msgpack"
     path.write_bytes(msgspec.msgpack.encode(msgspec.structs.replace(vocabulary(), eos_ids=())))
-    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, its:
-        frames = [f.Vocabulary("m", str(path)), *(f.Vet(i, "m", Constraint("regex", "a", "regex")) for i in (1, 2))]
-        for packet in f.packets(frames):
-            ours.send(packet)
-        ours.shutdown(socket.SHUT_WR)
-        helper_main.serve_vet(its.fileno())
-        its.close()
-        answers = []
-        while packet := ours.recv(1 << 16):
-            answers += f.decode_answers(packet)
+    constraint = Constraint("regex", "a", "regex")
+    answers = vetted([f.Vocabulary("m", str(path)), f.Vet(1, "m", constraint), f.Vet(2, "m", constraint)])
     assert [answer.id for answer in answers if isinstance(answer, f.Begun)] == [1, 2]
     refusals = [answer.error for answer in answers if isinstance(answer, f.Vetted)]
     assert len(refusals) == 2 and all("no end token" in refusal for refusal in refusals)
