@@ -148,6 +148,7 @@ def assemble(config: Config, model: ModelConfig, weights: Model) -> Parts:
         shape = hyper.n_layers, hyper.n_kv_heads, hyper.head_dim, hyper.kv_window, hyper.n_windowed
         positions = max_positions(config, model, shape, context)
         bounds = Bounds(context, scheduling.max_prompt_tokens, scheduling.max_output_tokens, positions)
+        keep.callback(setattr, scheduler.worker, "ring", None)  # its views keep the arena mapped
         return Parts(keep.pop_all(), scheduler, ring, kv, group, bounds)
 
 

@@ -67,6 +67,7 @@ class Embedded:
             self._parts: Parts | None = assemble(config, model, weights)
         except ArenaError as error:
             raise ResourceError(str(error)) from None
+        self._stack = self._parts.stack
         self._idle_steps = 0
         self._clock = time.monotonic
         self._ended = RequestStats()
@@ -245,12 +246,7 @@ class Embedded:
 
     def _step(self, method: str) -> bool:
         self._owner.refuse_in_callback(method)
-        try:
-            if self._owner.begin(wait=True):
-                self._compute_step()
-        finally:
-            if self._owner.is_this_thread:
-                self._owner.end()
+        self._owner.own(self._compute_step, wait=True)
         with self._lock:
             return self._parts is not None and self._parts.scheduler.is_busy
 
@@ -417,20 +413,13 @@ class Embedded:
     def close(self) -> None:
         """End the worker's threads and unmap everything, after the step that another thread computes.
 
-        Results stay readable with `poll`. Idempotent.
+        Results stay readable with `poll`. Idempotent; after Ctrl-C, another call completes it.
         """
         self._owner.refuse_in_callback("close")
         with self._lock:
-            parts, self._parts = self._parts, None
-        if parts is None:
-            return
-        while not self._owner.begin(wait=True):
+            self._parts = None  # so that a thread in `run` leaves the ownership
+        while not self._owner.own(self._stack.close, wait=True):
             pass
-        try:
-            parts.scheduler.worker.ring = None  # its views keep the arena mapped
-            parts.stack.close()
-        finally:
-            self._owner.end()
 
     def __enter__(self) -> Self:
         return self

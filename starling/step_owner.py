@@ -21,7 +21,9 @@ class StepOwner:
 
     def __init__(self, on_failure: Callable[[LocalRequest, Exception], None]) -> None:
         """`on_failure`: called without the lock when a request's callback has raised an exception."""
-        self.lock = threading.Condition(threading.Lock())  # notified when an ownership ends
+        # Not the condition itself, whose `__enter__` is Python code: Ctrl-C in it would leave the lock taken.
+        self.lock = threading.Lock()
+        self._ending = threading.Condition(self.lock)  # notified when an ownership ends
         self._on_failure = on_failure
         self._thread = 0  # the owner; 0: there is none
         self._ended = 0  # ownerships
@@ -37,50 +39,67 @@ class StepOwner:
         if self.is_this_thread:
             raise RuntimeError(f"on_token has called {method}, which waits until on_token has returned")
 
-    def begin(self, *, wait: bool) -> bool:
-        """Make the calling thread the owner. False if another one is; with `wait` after that ownership has ended."""
+    def add_due(self, request: LocalRequest) -> None:
+        """A request has a new delta. The caller has the lock, and calls `call_due` or `own` without it."""
+        self._due.append(request)
+
+    def call_due(self) -> None:
+        """Make the calls that are due, unless there is an owner: it makes them."""
+        if self._due:
+            self.own(lambda: None, wait=False)
+
+    def own(self, action: Callable[[], object], *, wait: bool) -> bool:
+        """Call `action` as the owner, then make the calls that are due, also when `action` has raised an exception.
+
+        False if there is an owner, with `wait` after its ownership has ended. Whatever Ctrl-C interrupts, the
+        ownership ends, and the next owner makes the other calls.
+        """
+        if self.is_this_thread:  # in a callback
+            return False
+        try:
+            if not self._begin(wait):
+                return False
+            self._act(action)
+            return True
+        finally:
+            if self._thread == threading.get_ident():
+                with self.lock:
+                    self._end()
+
+    def _begin(self, wait: bool) -> bool:
         with self.lock:
             if not self._thread:
                 self._thread = threading.get_ident()
                 return True
             if wait:
                 ended = self._ended
-                self.lock.wait_for(lambda: self._ended != ended)
+                self._ending.wait_for(lambda: self._ended != ended)
             return False
 
-    def add_due(self, request: LocalRequest) -> None:
-        """A request has a new delta. The caller has the lock, and calls `call_due` or `end` without it."""
-        self._due.append(request)
-
-    def call_due(self) -> None:
-        """Make the calls that are due, unless there is an owner: it makes them."""
-        if self._due and self.begin(wait=False):
-            self.end()
-
-    def end(self) -> None:
-        """Make the calls that are due, then end the ownership of the calling thread."""
+    def _act(self, action: Callable[[], object]) -> None:
         try:
-            while (request := self._next_due()) is not None:
-                try:
-                    request.call_back()
-                except Exception as error:  # any of the caller's code
-                    self._on_failure(request, error)
-        except BaseException:  # such as Ctrl-C in a callback; the next owner makes the other calls
-            with self.lock:
-                if self.is_this_thread:
-                    self._end()
-            raise
+            action()
+        finally:
+            self._make_calls()
+
+    def _make_calls(self) -> None:
+        while (request := self._next_due()) is not None:
+            try:
+                request.call_back()
+            except Exception as error:  # any of the caller's code
+                self._on_failure(request, error)
+            self._due.popleft()  # not before: Ctrl-C may come before the call
 
     def _next_due(self) -> LocalRequest | None:
         """None: no call is due, and the ownership has ended. At once: none can become due in between."""
         with self.lock:
             if self._due:
-                return self._due.popleft()
+                return self._due[0]
             self._end()
             return None
 
     def _end(self) -> None:
         """The caller has the lock."""
-        self._thread = 0
+        self._ending.notify_all()  # first: Ctrl-C in it leaves an ownership, which `own` ends
         self._ended += 1
-        self.lock.notify_all()
+        self._thread = 0

@@ -431,7 +431,12 @@ def test_a_directory_of_arenas_that_cannot_be_made_is_a_resource_error(model_pat
 
 
 @pytest.mark.slow
-def test_closing_leaves_nothing_behind(model_path: Path, arenas: Path) -> None:
+def test_closing_leaves_nothing_behind(model_path: Path, arenas: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after Ctrl-C in `close`, which a second call completes."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
     config, threads = resolve({"server": {"arena_dir": str(arenas)}}, {}), set(threading.enumerate())
     engine = Embedded.load(model_path, config=config, kv_cache_mb=4, ranks=3)
     assert maps(arenas)
@@ -440,6 +445,10 @@ def test_closing_leaves_nothing_behind(model_path: Path, arenas: Path) -> None:
     assert len(own) == 2
     request_id = engine.submit([1, 2, 3], max_tokens=50, ignore_eos=True)
     engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._owner, "own", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
     engine.close()
     engine.close()
     assert not own & set(threading.enumerate())
