@@ -24,6 +24,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -168,14 +169,14 @@ class Embedded:
     def cancel(self, request_id: str) -> None:
         """End a request; its result so far stays. No effect on a finished one. Raises `NotFound`."""
         with self._lock:
-            self._cancel(self._open_parts(), self._request(request_id))
+            self._cancel(self._request(request_id))
         self._owner.call_due()
 
     def release(self, request_id: str) -> Generation:
         """Forget a request, which is cancelled if it still runs; returns its result. Raises `NotFound`."""
         with self._lock:
             request = self._request(request_id)
-            self._cancel(self._open_parts(), request)
+            self._cancel(request)
             result = self._requests.pop(request_id).snapshot()
         self._owner.call_due()
         return result
@@ -197,9 +198,9 @@ class Embedded:
         request = self._submit(prompt, on_token, timeout_s, fields)
         try:
             while not request.is_over:
-                self.step()
+                self._step("generate")
         except BaseException:
-            with suppress(StarlingError, RuntimeError):  # it may be released, or the engine closed
+            with suppress(StarlingError):  # it may be released
                 self.release(request.id)
             self._requests.pop(request.id, None)
             raise
@@ -216,10 +217,10 @@ class Embedded:
             raise NotFound(f"no request {request_id!r} is kept here; it was never submitted or has been released")
         return request
 
-    def _cancel(self, parts: Parts, request: LocalRequest) -> None:
+    def _cancel(self, request: LocalRequest) -> None:
         """End a request if it runs. The caller has the lock."""
         if not request.finish_reason:
-            self._end_sequence(parts, request)
+            self._end_sequence(self._open_parts(), request)
 
     def _end_sequence(self, parts: Parts, request: LocalRequest) -> None:
         """Compute no more of a request, and take its pages back. The caller has the lock."""
@@ -234,6 +235,8 @@ class Embedded:
 
         If another thread computes a step, wait until that one has ended instead. Returns whether requests are left to
         compute; False also when another thread has closed the engine meanwhile.
+
+        An exception of the computation ends all running requests with an error; Ctrl-C does not.
         """
         self._open_parts()
         return self._step("step")
@@ -246,9 +249,22 @@ class Embedded:
 
     def _step(self, method: str) -> bool:
         self._owner.refuse_in_callback(method)
-        self._owner.own(self._compute_step, wait=True)
+        self._owner.own(self._compute, wait=True)
         with self._lock:
             return self._parts is not None and self._parts.scheduler.is_busy
+
+    def _compute(self) -> None:
+        """Compute a step. If that fails, end all requests: threads that wait for one do not get the exception."""
+        try:
+            self._compute_step()
+        except Exception as error:
+            with self._lock:
+                failed = self._fail_running(partial(_internal_error, "computing has raised", error))
+                self._idle_steps = 0
+                if self._parts is not None:
+                    for request in failed:
+                        self._end_sequence(self._parts, request)
+            raise
 
     def _compute_step(self) -> None:
         """Compute a step unless the engine is closed. This thread is the owner."""
@@ -330,16 +346,23 @@ class Embedded:
         """End a request whose callback has raised `error`, and call it no more."""
         names = log_names(request.id, self.model.name, "", "")
         log.error("on_token has raised an exception, ending its request", extra=names, exc_info=error)
-        failure = InternalError(f"on_token raised {type(error).__name__}: {error}")
-        failure.__cause__ = error
         with self._lock:
             request.on_token = None
             was_running = not request.finish_reason
-            request.fail(failure)
+            request.fail(_internal_error("on_token raised", error))
             if was_running:
                 self._delivered(request, self._clock())
                 if self._parts is not None:
                     self._end_sequence(self._parts, request)
+
+    def _fail_running(self, make_error: Callable[[], StarlingError]) -> list[LocalRequest]:
+        """End all running requests with an error of their own each; returns them. The caller has the lock."""
+        now = self._clock()
+        running = [request for request in self._requests.values() if not request.finish_reason]
+        for request in running:
+            request.fail(make_error())
+            self._delivered(request, now)
+        return running
 
     # -------------------------------------------------------------- text, figures, end
 
@@ -413,11 +436,15 @@ class Embedded:
     def close(self) -> None:
         """End the worker's threads and unmap everything, after the step that another thread computes.
 
-        Results stay readable with `poll`. Idempotent; after Ctrl-C, another call completes it.
+        Running requests end with the error DRAINING, and have had their last calls of `on_token` when it returns.
+        Results stay readable with `poll` and `release`. Idempotent; after Ctrl-C, another call completes it.
         """
         self._owner.refuse_in_callback("close")
         with self._lock:
-            self._parts = None  # so that a thread in `run` leaves the ownership
+            if self._parts is not None:
+                self._parts = None  # so that a thread in `run` leaves the ownership
+                message = "the engine was closed before the request had ended"
+                self._fail_running(partial(StarlingError, "DRAINING", message))
         while not self._owner.own(self._stack.close, wait=True):
             pass
 
@@ -426,6 +453,12 @@ class Embedded:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _internal_error(what: str, cause: Exception) -> InternalError:
+    error = InternalError(f"{what} {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
 
 
 def _apply_factor(config: Config, model: ModelConfig, index_path: Path, progress: Progress) -> None:

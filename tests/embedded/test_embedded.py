@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import tempfile
@@ -329,33 +328,6 @@ def test_a_prompt_that_is_neither_text_nor_a_sequence_is_refused(engine: Embedde
 
 
 @pytest.mark.slow
-def test_what_interrupts_generate_ends_its_request(engine: Embedded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in a step, or any exception; other requests go on."""
-    fields: dict[str, Any] = {"max_tokens": 9, "seed": 1, "ignore_eos": True}
-    undisturbed = engine.generate(prompt(0), **fields)
-    group, computed = engine._open_parts().group, list[int]()
-    compute = group.compute
-
-    def interrupted(step: int) -> Any:
-        computed.append(step)
-        if len(computed) == 3:
-            signal.raise_signal(signal.SIGINT)
-        if len(computed) == 6:
-            raise MemoryError
-        return compute(step)
-
-    monkeypatch.setattr(group, "compute", interrupted)
-    other = engine.submit(prompt(0), **fields)
-    for kind in (KeyboardInterrupt, MemoryError):
-        with pytest.raises(kind):
-            engine.generate(prompt(1), **fields)
-        assert engine.stats().requests_kept == 1
-    engine.run()
-    assert engine.release(other).tokens == undisturbed.tokens
-    assert engine.stats().kv_pages_leased == 0
-
-
-@pytest.mark.slow
 def test_arenas_that_do_not_fit_are_a_resource_error(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise ArenaError("/dev/shm has 4,096 bytes free")
@@ -453,7 +425,7 @@ def test_closing_leaves_nothing_behind(model_path: Path, arenas: Path, monkeypat
     engine.close()
     assert not own & set(threading.enumerate())
     assert not maps(arenas)
-    assert not engine.poll(request_id).is_finished
-    for call in (engine.step, engine.stats, lambda: engine.submit([1]), lambda: engine.cancel(request_id)):
+    assert engine.release(request_id).finish_reason == "error"
+    for call in (engine.step, engine.stats, lambda: engine.submit([1]), lambda: engine.generate([1])):
         with pytest.raises(RuntimeError, match="the engine is closed"):
             call()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pipeline.config.load import resolve
-from pipeline.errors import InternalError, InvalidRequest
+from pipeline.errors import InternalError, InvalidRequest, StarlingError
 from starling.embedded import Embedded
 from starling.engine_stats import KEPT, Durations, Latency
 from starling.generation import Delta, Generation
@@ -164,24 +164,37 @@ def test_several_threads_generate_at_once(engine: Embedded, pool: ThreadPoolExec
     assert engine.stats().requests_kept == 0
 
 
-def test_closing_ends_a_run_in_another_thread(engine: Embedded, pool: ThreadPoolExecutor) -> None:
-    """After its step and the calls of that step."""
+def test_closing_ends_a_run_in_another_thread_and_all_requests(engine: Embedded, pool: ThreadPoolExecutor) -> None:
+    """After its step and the calls of that step. Each request has its last call by then."""
     begun, may_return = threading.Event(), threading.Event()
+    deltas: list[Delta] = []
 
     def on_token(delta: Delta) -> None:
+        deltas.append(delta)
         begun.set()
         assert may_return.wait()
 
-    request_id = engine.submit(prompt(1), on_token=on_token, **FIELDS)
-    running = pool.submit(engine.run)
+    ids = [engine.submit(prompt(i), on_token=on_token, **FIELDS) for i in range(6)]  # four fit into a batch
+    running, generating = pool.submit(engine.run), pool.submit(engine.generate, prompt(6), on_token=on_token, **FIELDS)
     assert begun.wait()
+    while engine.stats().requests_kept < 7:
+        pass
     closing = pool.submit(engine.close)
     while engine._parts is not None:
         pass
     may_return.set()
     assert closing.result() is running.result() is None
-    found = engine.poll(request_id)
-    assert (found.state, len(found.tokens), found.is_finished) == ("decoding", 1, False)
+    with pytest.raises(StarlingError, match="the engine was closed before the request had ended"):
+        generating.result()
+    for request_id in ids:
+        found = engine.poll(request_id)
+        assert (found.state, found.finish_reason) == ("failed", "error")
+        assert found.error is not None
+        assert found.error.code == "DRAINING"
+        _, tokens, _, reasons = joined([delta for delta in deltas if delta.id == request_id])
+        assert (tokens, reasons) == (found.tokens, [""] * (len(reasons) - 1) + ["error"])
+        engine.cancel(request_id)
+        assert engine.release(request_id) == found
     with pytest.raises(RuntimeError, match="the engine is closed"):
         engine.run()
 
