@@ -40,11 +40,15 @@ def has_other_version(details: HeartbeatResponse, model: str, published: Publish
 def may_become(details: HeartbeatResponse, model: str, version: str, published: Published | None) -> bool:
     """Whether the agent, once it has loaded the model, may go on with an answer of that version.
 
-    Only files are compared: KV type and arithmetic, or the digest of another engine's files, are known when it runs.
+    Compared are files, and the arithmetic that the agent's engines report. The KV type, or the digest of another
+    engine's files, is known when it runs.
     """
     kind, is_text, _ = version.partition(":")  # see `text_kind_of`
     if is_text:
         return any(one.engine == kind and model in one.names for one in details.cached_models)
+    running = [one.numerics for one in details.loaded_models if one.model_state == "READY" and one.numerics]
+    if running and not any(version.endswith(f"-{numerics}") for numerics in running):
+        return False
     if published is None:
         return any(model in one.names and version.startswith(f"{one.digest}-") for one in details.cached_models)
     digest = published.digest

@@ -199,7 +199,8 @@ class Tries:
         self.was_copy_late = False  # a further copy of the model was not loaded in time
         self.failure: Refusal | StarlingError | None = None  # the last one
         self._failing_since: float | None = None
-        self._has_loaded = False  # since the answer last advanced
+        self._load_s = 0.0  # that the longest load for it took since it began to fail, s
+        self._was_load_vain = False  # no engine of its version has been there since a load for it
 
     @property
     def may_copy(self) -> bool:
@@ -246,8 +247,14 @@ class Tries:
         self.visited.discard(agent_id)
         self.not_held = refusal
 
-    def not_loaded(self, forward: Forward, agent_id: str, error: StarlingError, *, is_further: bool = False) -> None:
-        """The agent cannot load the model, or a further copy. Raises it if there is no use in asking another one."""
+    def not_loaded(
+        self, forward: Forward, agent_id: str, error: StarlingError, seconds: float, *, is_further: bool = False
+    ) -> None:
+        """The agent cannot load the model, or a further copy, which it took so long to find out.
+
+        Raises the error if there is no use in asking another one.
+        """
+        self._waited_for(seconds)
         asked = self.routed(forward)
         if isinstance(error, StillLoading) and is_further:
             self.was_copy_late = True  # others have the model
@@ -308,10 +315,24 @@ class Tries:
         """Whether it waits although agents cannot load its model: an engine that has died may start again."""
         return self.was_lost and self.not_held is None
 
-    def loaded(self) -> None:
-        """Its model was loaded for it: once, that time is none in which no agent was there."""
-        if not self._has_loaded:
-            self._has_loaded, self._failing_since = True, None
+    @property
+    def may_load(self) -> bool:
+        """Whether its model may be loaded for it: an answer that has begun has one load in vain, not one per agent."""
+        return not (self.version and self._was_load_vain)
+
+    def loaded(self, seconds: float) -> None:
+        """Its model was loaded, which took so long: of one load, that time is none in which no agent was there."""
+        self._was_load_vain = True
+        self._waited_for(seconds)
+
+    def sent(self) -> None:
+        """An engine gets it."""
+        self.count += 1
+        self._was_load_vain = False
+
+    def _waited_for(self, seconds: float) -> None:
+        if self._failing_since is not None:
+            self._load_s = max(self._load_s, seconds)
 
     def wait(self) -> None:
         """There is no agent for it: the time in which one must come begins."""
@@ -335,8 +356,12 @@ class Tries:
         if isinstance(self.failure, Refusal) and self.failure.status == 429 and not self.has_begun:
             raise self.failure
         self.wait()
-        if self.failing_s() >= (bounds.begun_s if self.was_lost else bounds.new_s):
+        if self.is_late(bounds):
             raise failure
+
+    def is_late(self, bounds: Bounds) -> bool:
+        """Whether no agent has been there for as long as it may wait."""
+        return self.failing_s() >= (bounds.begun_s if self.was_lost else bounds.new_s)
 
     def advanced(self) -> None:
         """A part of the answer has come."""
@@ -345,10 +370,10 @@ class Tries:
         self.has_begun = True
         self.n_accepted = 0
         self._failing_since = None
+        self._load_s = 0.0
         if self.was_lost:
-            self._has_loaded = False
             self.awaited.clear()
 
     def failing_s(self) -> float:
-        """How long nothing has come since the first failure."""
-        return self._clock() - self._failing_since if self._failing_since is not None else 0.0
+        """How long nothing has come since the first failure, without the longest load."""
+        return self._clock() - self._failing_since - self._load_s if self._failing_since is not None else 0.0

@@ -83,14 +83,15 @@ class RouteFinder:
                 continue
             if route.engine is None:
                 unasked = tries.excluded - tries.awaited if tries.version else ()
-                if tries.version and not (forward.can_replay or forward.is_bound):
-                    tries.excluded.add(route.agent_id)  # an engine that is loaded now does not have it
+                is_continued = bool(tries.version) and not (forward.can_replay or forward.is_bound)
+                if is_continued or not tries.may_load or (tries.was_lost and tries.is_late(self._bounds)):
+                    tries.excluded.add(route.agent_id)  # an engine that is loaded now does not have it, or is too late
                 elif unasked:
                     await self._ask_after(min(unasked), tries)
                 else:
                     await self._load(route, forward, tries, out)
             elif not forward.is_claimed or route.engine.continues_text or await self._has_claim(route, forward, tries):
-                tries.count += 1
+                tries.sent()
                 return route
 
     def cancel(self, request_id: str) -> bool:
@@ -164,7 +165,7 @@ class RouteFinder:
         waiter = asyncio.ensure_future(loaded)
         cancelled = asyncio.get_running_loop().create_future()
         self._loading.setdefault(forward.id, set()).add(cancelled)
-        commented = self._clock()
+        begun = commented = self._clock()
         try:
             while True:
                 waited = {waiter, cancelled} if turn is None else {waiter, cancelled, turn.come}
@@ -192,10 +193,11 @@ class RouteFinder:
                 self._router.room.leave(turn)
         try:
             await waiter
-            tries.loaded()
+            tries.loaded(self._clock() - begun)
         except StarlingError as error:
             # The load that was joined may be at another agent than the route's, which must not count as unfit.
-            tries.not_loaded(forward, agents[-1], error, is_further=turn is not None)
+            seconds = self._clock() - begun
+            tries.not_loaded(forward, agents[-1], error, seconds, is_further=turn is not None)
             log.warning("a model was not loaded", extra={"model": model, "agent": agents[-1], "reason": str(error)})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.load import resolve
-from pipeline.errors import Conflict, ModelUnavailable, Overloaded
+from pipeline.errors import Conflict, ModelUnavailable, Overloaded, StarlingError
 from pipeline.fleet.bodies import HeartbeatResponse
 from pipeline.fleet.records import AgentRecord
 from stages.orchestrator import route_finder
@@ -18,11 +18,14 @@ from stages.orchestrator.fleet_api import EventLog, FleetApi
 from stages.orchestrator.forward import Bounds, Forward, StillLoading, Tries
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Relay
-from stages.orchestrator.router import Published
+from stages.orchestrator.router import Published, Route
 from stages.orchestrator.score import version_of
 from stages.orchestrator.stage import OrchestratorStage
 from tests.orchestrator.agents import MODEL, cached, engine, heartbeat, request, router, view
 from tests.orchestrator.loopback_engine import Clock, WatchedClient
+
+MOVE_S = 60.0  # for an agent to go on with a stream
+LOAD_S = 100.0  # that a load takes, which is longer
 
 
 class Loader:
@@ -254,6 +257,67 @@ async def test_a_request_that_waits_for_a_load_is_cancelled_and_the_load_goes_on
     assert not relay.routes.cancel(sent.id)
     loader.ends[MODEL].set_result(None)
     assert await other == "A" and loader.cold.n_waiting == 0
+
+
+class Lost:
+    """A stream whose agent is gone, and agents that must load its model first. They load another version."""
+
+    def __init__(self, *names: str) -> None:
+        async def poll(record: object) -> HeartbeatResponse:
+            return heartbeat("A")
+
+        self.loader, self.clock = Loader(), Clock()
+        self.views = {name: view(name, cached_models=(cached(),)) for name in names}
+        self.routing = router(*self.views.values())
+        self.routing.loading_at, self.routing.failed_at = self.loader.cold.agents_of, self.loader.cold.failed_at
+        registry = Registry(poll, self.clock)
+        bounds = Bounds(1.0, MOVE_S)
+        cold = self.loader.cold
+        relay = Relay(WatchedClient(), self.routing, registry, cold, bounds, self.clock, self.clock.wait)
+        self.tries = Tries(self.clock)
+        self.tries.version = version_of(engine())
+        self.tries.advanced()
+        self.tries.failed("gone", ModelUnavailable("it stopped answering"))
+        self.tries.was_lost = True
+        sent = Forward(routed=request(), path="/v1/generate", body=b"{}", headers={})
+        self.finding = asyncio.ensure_future(relay.routes.find(sent, self.tries, None))
+
+    async def load(self, took_s: float, error: StarlingError | None = None) -> None:
+        """The load that is under way ends."""
+        await self.loader.begun(MODEL)
+        self.clock.now += took_s
+        name = self.loader.calls[-1][0]
+        end = self.loader.ends.pop(MODEL)
+        if error is not None:
+            end.set_exception(error)
+            return
+        self.views[name] = view(name, engine(kv_type="f32"))
+        self.routing.update_routing_table(list(self.views.values()))
+        end.set_result(None)
+
+    async def result(self) -> Route:
+        """The route; fails if another load begins."""
+        n_loads = len(self.loader.calls)
+        while not self.finding.done():
+            assert len(self.loader.calls) == n_loads
+            await asyncio.sleep(0)
+        return await self.finding
+
+
+async def test_a_stream_whose_version_is_nowhere_loads_its_model_once() -> None:
+    made = Lost("B", "C", "D")
+    await made.load(LOAD_S)
+    with pytest.raises(ModelUnavailable, match="stopped answering"):
+        await made.result()
+    assert LOAD_S + MOVE_S <= made.clock.now <= LOAD_S + MOVE_S + 1.0
+
+
+async def test_only_the_time_of_one_load_does_not_count_for_a_stream_that_is_lost() -> None:
+    made = Lost("B", "C", "D")
+    for _ in "BC":
+        await made.load(LOAD_S, ModelUnavailable("damaged"))
+    with pytest.raises(ModelUnavailable, match="damaged"):
+        await made.result()
 
 
 class Full:

@@ -206,8 +206,10 @@ def test_a_stream_continues_on_its_version_only() -> None:
     other = request(version=version_of(engine(kv_type="f32")))
     with pytest.raises(ModelUnavailable, match="version that began"):
         router(*views).choose(other)
-    # Of an agent that must load it first, only its files are known.
+    # Of an agent that must load it first its files are known, and the arithmetic of its other engines.
     assert routing.choose(other).agent_id == "c"
+    routing.update_routing_table([view("c", engine("other", numerics=2)), view("d", engine("other"))])
+    assert routing.choose(other).agent_id == "d"
 
 
 def test_a_stream_goes_on_where_its_model_must_be_loaded_first() -> None:
