@@ -2,6 +2,7 @@
 
     wait    join the load of a model, wherever it is, or start it; returns when it has ended
     place   join the load of a model at this agent, or start it
+    end     loads at an agent that is lost: who waits for one begins another
     bound   `max_waiting` requests in all and half of them for one model, and a part of both for one of several
             tenants; more get 429 with an estimate, but for those whose engine has died
     failed  which agents have just failed to load a model: none of them is asked for a further copy (further_copies.py),
@@ -18,7 +19,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from pipeline.api.adapter_names import base_of
-from pipeline.errors import Overloaded, StarlingError
+from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
 
 FAILED_S = 30.0  # after a failure, until the agent may load a further copy of the model, or a placed one
 
@@ -39,6 +40,18 @@ class ColdLoad:
         self.n_placing = 0  # placements that wait for it, too
         self.is_wanted: Callable[[], bool] = is_wanted
         self.task: asyncio.Task[None] | None = None
+        self.ended = ""  # why it was ended here; "": it was not
+
+    async def result(self) -> None:
+        """Wait until it has ended. Raises `StarlingError`."""
+        assert self.task is not None
+        try:
+            await asyncio.shield(self.task)
+        except asyncio.CancelledError:
+            waiter = asyncio.current_task()
+            if not self.ended or (waiter is not None and waiter.cancelling()):
+                raise
+            raise ModelUnavailable(f"{self.model} was not loaded: {self.ended}", retry_after_s=1.0) from None
 
 
 class ColdLoads:
@@ -120,8 +133,7 @@ class ColdLoads:
         self._count(load, tenant, 1)
         on_join(load.agent_id)
         try:
-            assert load.task is not None
-            await asyncio.shield(load.task)
+            await load.result()
             return load.agent_id
         finally:
             self._count(load, tenant, -1)
@@ -133,17 +145,28 @@ class ColdLoads:
         """
         load = self._loads.get((model, agent_id)) or self._begin(model, agent_id, "", 0.0, is_leading)
         load.n_placing += 1
-        assert load.task is not None
         try:
-            await asyncio.shield(load.task)
+            await load.result()
         except asyncio.CancelledError:
-            if not load.is_wanted():
+            if not load.is_wanted() and load.task is not None:
                 self._forget(load)  # the next request begins another one
                 load.task.cancel()
                 await asyncio.gather(load.task, return_exceptions=True)
             raise
         finally:
             load.n_placing -= 1
+
+    def lose_agent(self, agent_id: str, reason: str) -> None:
+        """The agent is gone or silent, or has started anew: its loads end, which is no failure of it."""
+        for load in self.under_way:
+            if load.agent_id == agent_id:
+                self._end(load, reason)
+
+    def _end(self, load: ColdLoad, reason: str) -> None:
+        load.ended = reason
+        self._forget(load)
+        if load.task is not None:
+            load.task.cancel()
 
     def _begin(
         self, model: str, agent_id: str, evict: str | None, predicted_s: float, is_wanted: Callable[[], bool]

@@ -335,7 +335,7 @@ class OrchestratorStage:
             for health in self.registry.health():
                 self._start_poll(health.agent_id)
                 if health.health != "READY" and min(health.age_s, looked - running_since) > silent_s:
-                    self.relay.lose_agent(health.agent_id, f"the agent has not answered for {health.age_s:.1f} s")
+                    self._lose_work(health.agent_id, f"the agent has not answered for {health.age_s:.1f} s")
                 self._move_draining(health.agent_id)
             self.follower.settle()
             if self._tls is not None:
@@ -347,11 +347,17 @@ class OrchestratorStage:
     def _lose_agent(self, agent_id: str, reason: str) -> None:
         self.signer.forget(agent_id)
         self._health.pop(agent_id, None)
+        self._lose_work(agent_id, reason)
+
+    def _lose_work(self, agent_id: str, reason: str) -> None:
+        """What the agent serves and loads goes on elsewhere."""
         self.relay.lose_agent(agent_id, reason)
+        self.cold.lose_agent(agent_id, reason)
 
     def _left(self, record: AgentRecord, age_s: float) -> None:
         self.signer.forget(record.agent_id)
         self._health.pop(record.agent_id, None)
+        self.cold.lose_agent(record.agent_id, "the agent has left")
         self.leaving.begin(record, age_s)
 
     def _joined(self, agent_id: str) -> None:

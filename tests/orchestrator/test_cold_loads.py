@@ -211,6 +211,38 @@ async def test_a_load_for_a_placement_ends_with_the_wish_unless_a_request_has_jo
     assert await waiter == "a"
 
 
+async def test_loads_at_an_agent_that_is_lost_end_without_its_answer() -> None:
+    """Who waited for them may begin another one; they count neither as copies nor as failures."""
+    loader = Loader()
+    placing = asyncio.ensure_future(loader.cold.place("m", "b", lambda: True))
+    waiter = loader.wait("m", "c")
+    await loader.begun("m")
+    loader.cold.lose_agent("c", "the agent has left")
+    assert not waiter.done() and loader.cold.agents_of("m") == {"b"}
+    first = loader.ends.pop("m")
+    loader.cold.lose_agent("b", "the agent has started anew")
+    assert not loader.cold.agents_of("m")
+    again = loader.wait("m", "c")
+    for lost in (placing, waiter):
+        with pytest.raises(ModelUnavailable, match="m was not loaded: the agent has started anew"):
+            await lost
+    assert first.cancelled() and not loader.cold.failed_at("m")
+    await loader.begun("m")
+    assert [name for name, _, _ in loader.calls] == ["b", "c"]
+    loader.ends["m"].set_result(None)
+    assert await again == "c" and not loader.cold.n_waiting
+
+
+async def test_who_waits_for_a_lost_agent_may_leave_at_that_moment() -> None:
+    loader = Loader()
+    waiter = loader.wait("m", "b")
+    await loader.begun("m")
+    loader.cold.lose_agent("b", "the agent has left")
+    waiter.cancel()
+    await asyncio.gather(waiter, return_exceptions=True)
+    assert waiter.cancelled() and not loader.cold.n_waiting
+
+
 async def test_a_load_that_fails_at_another_agent_is_no_failure_of_the_one_that_was_chosen() -> None:
     """The agent that loads the model is lost; a request that comes then joins its load until that ends."""
 

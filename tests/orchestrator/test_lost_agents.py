@@ -185,3 +185,15 @@ def test_a_further_copy_is_loaded_for_a_stream_when_the_agents_with_its_model_ar
         assert [one.status for one in answers] == [200] and three.loads == [MODEL]
     finally:
         site.close()
+
+
+def test_a_load_at_an_agent_that_starts_anew_is_begun_again(site: Site) -> None:
+    """Its first answer is not waited for: it may have been lost with its host."""
+    (stream,) = site.begin()
+    site.host_dies()
+    assert site.two.loading.wait(60)
+    site.two.incarnation = "2"
+    site.fleet.register(site.two)
+    poll_until(lambda: len(site.two.loads) == 2)
+    site.two.may_load.set()
+    site.check(stream)

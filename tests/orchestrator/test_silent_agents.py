@@ -36,11 +36,10 @@ async def lost_at(monkeypatch: pytest.MonkeyPatch, stopped_s: float, answers_aga
     one: Any = SimpleNamespace(
         config=SimpleNamespace(fleet=SimpleNamespace(orchestrator=SimpleNamespace(**orchestrator))),
         registry=SimpleNamespace(health=health),
-        relay=SimpleNamespace(
-            lose_agent=lambda agent_id, reason: lost.append(now), kept=SimpleNamespace(expire=lambda: None)
-        ),
+        relay=SimpleNamespace(kept=SimpleNamespace(expire=lambda: None)),
         follower=SimpleNamespace(settle=lambda: None),
         _tls=None,
+        _lose_work=lambda agent_id, reason: lost.append(now),
         _start_poll=lambda agent_id: None,
         _move_draining=lambda agent_id: None,
     )
