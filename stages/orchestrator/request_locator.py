@@ -2,7 +2,8 @@
 
 An engine may be frozen, so the first positive answer counts and the other look-ups end.  An agent that is lost
 (relay.py) counts as one whose engine has nothing, as it does for the requests that it serves: they go on elsewhere.
-One that is suspect has `silent_s` for its answer, after which it would be lost.  Without sockets.
+One that is suspect has `silent_s` for its answer, after which it would be lost.  An agent that has left is asked while
+it is followed (leaving_agents.py), except for where a request is to be sent.  Without sockets.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class RequestLocator:
         self._router = router
         self._client = client
         self._silent_s = silent_s
+        self.leaving: Callable[[], Iterable[NodeView]] = tuple  # agents that have left and may still have requests
         self._asked: dict[str, set[Abortable]] = {}  # look-ups under way, by agent
         self._ending: set[asyncio.Task[bool | None]] = set()  # cancellations, which nothing waits for any longer
 
@@ -71,13 +73,13 @@ class RequestLocator:
 
     async def response(self, path: str, relay: str) -> bytes | None:
         """The body of the answer to a GET of the engine that has a response; None if none has."""
-        return await _first(partial(self._get, path, one, relay) for one in self._engines())
+        engines = [*self._engines(), *self._leaving()]
+        return await _first(partial(self._get, path, one, relay) for one in engines)
 
     async def end(self, request_id: str, relay: str) -> bool:
         """Cancel a request at all engines; whether one has ended it. The others may still be asked afterwards."""
-        tasks = [
-            asyncio.get_running_loop().create_task(self._delete(request_id, one, relay)) for one in self._engines()
-        ]
+        engines = [*self._engines(), *self._leaving()]
+        tasks = [asyncio.get_running_loop().create_task(self._delete(request_id, one, relay)) for one in engines]
         for task in tasks:
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
@@ -100,9 +102,15 @@ class RequestLocator:
 
     def _engines(self) -> list[Engine]:
         """Those of agents that have answered; one whose model was withdrawn still has its requests."""
+        return self._engines_of(self._router.table)
+
+    def _leaving(self) -> list[Engine]:
+        return self._engines_of(self.leaving())
+
+    def _engines_of(self, views: Iterable[NodeView]) -> list[Engine]:
         return [
             Engine(view.agent_id, one, self._bound_s(view))
-            for view in self._router.table
+            for view in views
             for one in view.details.loaded_models
             if one.engine_url
         ]

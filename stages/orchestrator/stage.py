@@ -166,6 +166,7 @@ class OrchestratorStage:
         self.leaving = LeavingAgents(
             self._heartbeat, self.relay, bounds.poll_ms / 1000, bounds.silent_ms / 1000, time.monotonic
         )
+        self.relay.locator.leaving = lambda: self.leaving.views
         steady = SteadyClock(clock_path(paths.state_dir(config), f"orchestrator-{bounds.port}")).seconds
         use = SharedUse(secrets.token_hex(8), steady)
         self.quotas = QuotaPublisher(self._store, use, time.monotonic)
@@ -358,7 +359,8 @@ class OrchestratorStage:
         self.signer.forget(record.agent_id)
         self._health.pop(record.agent_id, None)
         self.cold.lose_agent(record.agent_id, "the agent has left")
-        self.leaving.begin(record, age_s)
+        view = next((one for one in self.router.table if one.agent_id == record.agent_id), None)
+        self.leaving.begin(record, age_s, view)
 
     def _joined(self, agent_id: str) -> None:
         self.leaving.returned(self.registry.find(agent_id))

@@ -10,7 +10,7 @@ from pipeline.errors import ModelUnavailable
 from pipeline.fleet.bodies import HeartbeatResponse
 from pipeline.fleet.records import AgentRecord
 from stages.orchestrator.leaving_agents import LeavingAgents
-from tests.orchestrator.agents import heartbeat
+from tests.orchestrator.agents import engine, heartbeat, view
 
 POLL_S, SILENT_S = 0.5, 3.0
 RECORD = AgentRecord(agent_id="a", url="http://a", incarnation="1")
@@ -24,6 +24,7 @@ class Site:
         self.until = until
         self.silent_from = float("inf")
         self.serves_until = float("inf")
+        self.others_until = 0.0  # other orchestrators have requests there
         self.moves: list[float] = []
         self.lost: list[tuple[float, str]] = []
         self.paused = asyncio.Event()
@@ -32,7 +33,7 @@ class Site:
     async def poll(self, record: AgentRecord) -> HeartbeatResponse:
         if self.now >= self.silent_from:
             raise ModelUnavailable("silent")
-        return heartbeat("a")
+        return heartbeat("a", engine(running=int(self.now < self.others_until)))
 
     async def sleep(self, seconds: float) -> None:
         if self.now >= self.until:
@@ -53,7 +54,7 @@ class Site:
         return 0
 
     async def leave(self, age_s: float = 0.0) -> None:
-        self.agents.begin(RECORD, age_s)
+        self.agents.begin(RECORD, age_s, view("a", engine()))
         await self.paused.wait()
 
 
@@ -62,6 +63,18 @@ async def test_what_can_move_is_moved_at_each_look_until_all_has_ended() -> None
     site.serves_until = 20.0
     await site.leave()
     assert site.now == 20.0 and site.moves == [POLL_S * number for number in range(41)]
+
+
+async def test_its_engines_are_known_while_another_orchestrator_has_requests_there() -> None:
+    site = Site(10.0)
+    site.serves_until, site.others_until = 5.0, 20.0
+    await site.leave()
+    assert [one.agent_id for one in site.agents.views] == ["a"]
+    await site.agents.close()
+    site = Site(100.0)
+    site.serves_until, site.others_until = 5.0, 20.0
+    await site.leave()
+    assert site.now == 20.0 and site.agents.views == []
 
 
 @pytest.mark.parametrize(("silent_from", "age_s", "lost_at"), [(5.0, 0.0, 8.0), (0.0, 2.0, 1.5), (0.0, 3.5, 0.0)])

@@ -150,6 +150,18 @@ def test_a_stream_ends_at_an_agent_that_leaves(site: Site) -> None:
     assert site.two.loads == []
 
 
+def test_a_stream_at_an_agent_that_leaves_can_be_cancelled(site: Site) -> None:
+    ((response, received),) = site.begin()
+    site.leaves()
+    connection = site.fleet.connect()
+    connection.request("DELETE", f"/v1/requests/{response.headers['X-Request-Id']}")
+    answer = connection.getresponse()
+    assert answer.status == 200 and json.loads(answer.read())["cancelled"]
+    connection.close()
+    assert b"cancelled" in received + response.read()
+    assert site.two.loads == []
+
+
 def test_a_stream_that_has_not_ended_with_its_agent_goes_on_elsewhere(site: Site) -> None:
     (stream,) = site.begin()
     site.leaves()
