@@ -64,6 +64,15 @@ class Eviction:
         kept = {*besides, *self.stays(agent_id)}
         return next((name for name in self._idle(view) if name not in kept), "")
 
+    def remaining(self, agent_id: str, besides: Collection[str]) -> frozenset[str]:
+        """The other models that are on the agent when all that may leave have left."""
+        view = self._table.get(agent_id)
+        if view is None:
+            return frozenset()
+        held = {one.model_id for one in view.details.loaded_models if one.model_state in HELD_STATES}
+        stays = self.stays(agent_id)
+        return frozenset(held.difference(besides, (name for name in self._idle(view) if name not in stays)))
+
     def idle_adapter(self, agent_id: str, model: str, besides: Collection[str]) -> str:
         """The adapter of the same model that leaves the agent for MODEL:ADAPTER: that which was used longest ago.
 

@@ -31,6 +31,7 @@ RETRY_S = 0.5  # for an engine that has ended, or an adapter that may leave
 MOST_WAITS = 20  # of RETRY_S, for an adapter that may leave: others are loading, or have requests
 LEAST_START_S = 0.01  # of an engine, besides reading its model: disks may be faster than a score expects
 CHECKS = 3  # polls of an agent that has loaded a model: on a busy host an answer may be late
+REFUSED_S = 3600.0  # for which models need not leave in vain: other processes of a host may end
 ADAPTERS = "adapters"  # param of an agent's refusal that ends when another adapter of the model leaves
 
 
@@ -99,6 +100,8 @@ class ModelChanges:
         self._clock = clock
         self._signer = signer
         self._sleep = sleep
+        # Models that did not fit, by model and agent: its incarnation, beside which models, until when that counts.
+        self._refused: dict[tuple[str, str], tuple[str, frozenset[str], float]] = {}
         # Whether a load, of a model at an agent, is to go on.
         self.is_wanted: Callable[[str, str], bool] = lambda model, agent_id: True
 
@@ -130,6 +133,8 @@ class ModelChanges:
         )
         body = msgspec.json.encode(request)
         besides, left, waits, may_evict = {model, base}, set[str](), 0, evict is not None
+        if evict and base == model and self._is_in_vain(record, model):
+            evict = ""
         try:
             while True:
                 self._check_wanted(agent_id, model)
@@ -158,7 +163,7 @@ class ModelChanges:
                 except StarlingError as error:
                     if not may_evict:
                         raise
-                    evict = self._making_room(error, agent_id, model, besides, is_repeated=base in left)
+                    evict = self._making_room(error, record, model, besides, is_repeated=base in left)
                     if not evict:
                         if waits == MOST_WAITS or not self._may_leave_later(error, agent_id, model):
                             raise
@@ -213,20 +218,35 @@ class ModelChanges:
         return True
 
     def _making_room(
-        self, error: StarlingError, agent_id: str, model: str, besides: set[str], *, is_repeated: bool
+        self, error: StarlingError, record: AgentRecord, model: str, besides: set[str], *, is_repeated: bool
     ) -> str:
         """What leaves after a refusal; "": nothing can.
 
         Refused for too little memory or disk, for too many adapters, or because of another version of the model.
         """
+        eviction, agent_id = self._router.eviction, record.agent_id
         if error.code == Conflict.CODE and error.param == "digest":
-            eviction = self._router.eviction
             return "" if is_repeated else eviction.outdated_model(agent_id, model, self._published.get(model))
         if error.code != ResourceError.CODE:
             return ""
         if error.param == ADAPTERS:
-            return self._router.eviction.idle_adapter(agent_id, model, besides)
-        return self._router.eviction.idle_model(agent_id, besides)
+            return eviction.idle_adapter(agent_id, model, besides)
+        if self._is_in_vain(record, model):
+            return ""
+        found = eviction.idle_model(agent_id, besides)
+        if not found:
+            now = self._clock()
+            self._refused = {key: one for key, one in self._refused.items() if one[2] > now}
+            beside = eviction.remaining(agent_id, besides)
+            self._refused[model, agent_id] = record.incarnation, beside, now + REFUSED_S
+        return found
+
+    def _is_in_vain(self, record: AgentRecord, model: str) -> bool:
+        """Whether no model need leave: what would remain then is no less than when the agent has refused this one."""
+        incarnation, beside, until = self._refused.get((model, record.agent_id), ("", frozenset[str](), 0.0))
+        if incarnation != record.incarnation or self._clock() >= until:
+            return False
+        return beside <= self._router.eviction.remaining(record.agent_id, {model, base_of(model)})
 
     def _may_leave_later(self, error: StarlingError, agent_id: str, model: str) -> bool:
         """Whether an adapter for which there is no room may wait: others are loading, or have requests."""

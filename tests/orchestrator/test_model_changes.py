@@ -14,7 +14,7 @@ from pipeline.fleet.bodies import LoadModelResponse, ModelState
 from pipeline.fleet.records import AgentRecord
 from stages.orchestrator.fleet_api import EventLog
 from stages.orchestrator.forward import Forward, StillLoading, Tries
-from stages.orchestrator.model_changes import ModelChanges
+from stages.orchestrator.model_changes import REFUSED_S, ModelChanges
 from stages.orchestrator.rates import START_S
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.router import ScoreRouter
@@ -97,6 +97,40 @@ async def test_no_model_leaves_for_a_further_copy(tmp_path: Path) -> None:
         ("load", "the agents that have it are full"),
         ("load-failed", "unload a model"),
     ]
+
+
+async def test_models_do_not_leave_again_for_one_that_did_not_fit_without_them(tmp_path: Path) -> None:
+    class Full(Agent):
+        left: list[str] = []
+
+        async def post(self, record: AgentRecord, path: str, body: bytes, timeout_s: float) -> bytes:
+            if path == "/load_model":
+                raise ResourceError("unload a model", "model_id")
+            self.left.append(msgspec.json.decode(body)["model_id"])
+            return b"{}"
+
+    agent = Full()
+    views = [view("one", engine("placed"), engine("idle"), max_models=9)]
+    routing = router(*views)
+    placements = {"placed": 1, MODEL: 1}
+    routing.eviction.placements = placements.items
+    changes, _ = await made(tmp_path, agent, routing)
+
+    async def refused(evict: str = "") -> list[str]:
+        agent.left.clear()
+        with pytest.raises(ResourceError):
+            await changes.load("one", MODEL, evict)
+        return list(agent.left)
+
+    assert await refused() == ["idle"]
+    assert await refused() == await refused("idle") == []
+    agent.now = REFUSED_S
+    assert await refused() == ["idle"]
+    # What stayed then is busy no more, or placed no more.
+    del placements["placed"]
+    routing.update_routing_table(views)
+    assert sorted(await refused()) == ["idle", "placed"]
+    assert await refused() == []
 
 
 def test_no_other_agent_begins_a_load_that_one_goes_on_with() -> None:
