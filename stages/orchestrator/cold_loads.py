@@ -19,7 +19,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from pipeline.api.adapter_names import base_of
-from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
+from pipeline.errors import Overloaded, StarlingError
+from stages.orchestrator.forward import NotRefused
 
 FAILED_S = 30.0  # after a failure, until the agent may load a further copy of the model, or a placed one
 
@@ -51,7 +52,7 @@ class ColdLoad:
             waiter = asyncio.current_task()
             if not self.ended or (waiter is not None and waiter.cancelling()):
                 raise
-            raise ModelUnavailable(f"{self.model} was not loaded: {self.ended}", retry_after_s=1.0) from None
+            raise NotRefused(f"{self.model} was not loaded: {self.ended}", retry_after_s=1.0) from None
 
 
 class ColdLoads:
@@ -214,7 +215,7 @@ class ColdLoads:
             self.failed += 1
             now = self._clock()
             self._failed = {key: until for key, until in self._failed.items() if until > now}
-            if load.is_wanted():  # else it was given up here
+            if load.is_wanted() and not isinstance(error, NotRefused):  # else it was given up here
                 self._failed[load.model, load.agent_id] = now + FAILED_S
             if isinstance(error, StarlingError) and not load.n_waiting and not load.n_placing:
                 return  # neither a request nor a placement is there to report it to

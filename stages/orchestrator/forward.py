@@ -29,6 +29,10 @@ class StillLoading(ModelUnavailable):
     """An agent has not loaded a model in time, and goes on: another one would only begin anew."""
 
 
+class NotRefused(ModelUnavailable):
+    """A load has ended without the agent's answer: it was not asked, or is lost. It may be asked at any time."""
+
+
 class Forward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request as it is sent to engines, the same to each of them."""
 
@@ -262,7 +266,7 @@ class Tries:
         is_holder = asked.is_held and asked.pinned == agent_id
         if isinstance(error, Overloaded | StillLoading) or (is_holder and not self.was_lost):
             raise error
-        (self.excluded if is_holder else self.unfit).add(agent_id)
+        (self.excluded if is_holder or isinstance(error, NotRefused) else self.unfit).add(agent_id)
         if not is_further:  # else others have it
             self.failure = error
 

@@ -10,13 +10,13 @@ import msgspec
 
 from pipeline.api.adapter_names import base_of
 from pipeline.api.json_body import CONTENT_TYPE
-from pipeline.errors import Conflict, ModelUnavailable, ResourceError, StarlingError
+from pipeline.errors import Conflict, ModelUnavailable, ResourceError, StarlingError, StorageUnavailable
 from pipeline.fleet import token
 from pipeline.fleet.bodies import LoadModelRequest, UnloadModelRequest
 from pipeline.fleet.records import AgentRecord
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.fleet_api import EventLog
-from stages.orchestrator.forward import StillLoading, read_error, read_param
+from stages.orchestrator.forward import NotRefused, StillLoading, read_error, read_param
 from stages.orchestrator.rates import DISK_BYTES_PER_S
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.router import Published, ScoreRouter
@@ -112,16 +112,19 @@ class ModelChanges:
         """
         record = self._registry.find(agent_id)
         if record is None:
-            raise ModelUnavailable(f"agent {agent_id} has left")
+            raise NotRefused(f"agent {agent_id} has left")
         if not self._is_store_up():
-            raise ModelUnavailable(
+            raise NotRefused(
                 f"{model} is not loaded now: the coordination store (fleet.store) does not answer", retry_after_s=5.0
             )
         published = self._published.get(model)
         begun = self._clock()
         base = base_of(model)
         files = self._files_of(agent_id, base)
-        adapter = await self._signer.adapter(agent_id, model)
+        try:
+            adapter = await self._signer.adapter(agent_id, model)
+        except StorageUnavailable as error:
+            raise NotRefused(f"{model} is not loaded now: {error.message}", retry_after_s=error.retry_after_s) from None
         signed = await self._signer.begin(agent_id, base)
         request = LoadModelRequest(
             model_id=model,

@@ -16,7 +16,7 @@ from pipeline.api.adapter_names import base_of
 from pipeline.api.output_tokens import RELAY, read_relay
 from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded, StarlingError, cancelled_by_client
 from stages.orchestrator.cold_loads import ColdLoads
-from stages.orchestrator.forward import Bounds, Forward, Out, Tries
+from stages.orchestrator.forward import Bounds, Forward, NotRefused, Out, Tries
 from stages.orchestrator.key_claims import KeyClaims
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.router import Route, ScoreRouter
@@ -198,7 +198,8 @@ class RouteFinder:
             # The load that was joined may be at another agent than the route's, which must not count as unfit.
             seconds = self._clock() - begun
             tries.not_loaded(forward, agents[-1], error, seconds, is_further=turn is not None)
-            log.warning("a model was not loaded", extra={"model": model, "agent": agents[-1], "reason": str(error)})
+            if not isinstance(error, NotRefused):  # which is logged where it is found
+                log.warning("a model was not loaded", extra={"model": model, "agent": agents[-1], "reason": str(error)})
 
 
 def _tenant_of(forward: Forward) -> str:

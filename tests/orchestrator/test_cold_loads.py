@@ -15,7 +15,7 @@ from pipeline.fleet.records import AgentRecord
 from stages.orchestrator import route_finder
 from stages.orchestrator.cold_loads import FAILED_S, ColdLoads
 from stages.orchestrator.fleet_api import EventLog, FleetApi
-from stages.orchestrator.forward import Bounds, Forward, StillLoading, Tries
+from stages.orchestrator.forward import Bounds, Forward, NotRefused, StillLoading, Tries
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.router import Published, Route
@@ -292,7 +292,7 @@ async def test_a_request_that_waits_for_a_load_is_cancelled_and_the_load_goes_on
 
 
 class Lost:
-    """A stream whose agent is gone, and agents that must load its model first. They load another version."""
+    """A stream whose agent is gone, and agents that must load its model first."""
 
     def __init__(self, *names: str) -> None:
         async def poll(record: object) -> HeartbeatResponse:
@@ -314,8 +314,8 @@ class Lost:
         sent = Forward(routed=request(), path="/v1/generate", body=b"{}", headers={})
         self.finding = asyncio.ensure_future(relay.routes.find(sent, self.tries, None))
 
-    async def load(self, took_s: float, error: StarlingError | None = None) -> None:
-        """The load that is under way ends."""
+    async def load(self, took_s: float, error: StarlingError | None = None, version: str = "f32") -> None:
+        """The load that is under way ends, or has brought the model with this KV type."""
         await self.loader.begun(MODEL)
         self.clock.now += took_s
         name = self.loader.calls[-1][0]
@@ -323,7 +323,7 @@ class Lost:
         if error is not None:
             end.set_exception(error)
             return
-        self.views[name] = view(name, engine(kv_type="f32"))
+        self.views[name] = view(name, engine(kv_type=version))
         self.routing.update_routing_table(list(self.views.values()))
         end.set_result(None)
 
@@ -350,6 +350,17 @@ async def test_only_the_time_of_one_load_does_not_count_for_a_stream_that_is_los
         await made.load(LOAD_S, ModelUnavailable("damaged"))
     with pytest.raises(ModelUnavailable, match="damaged"):
         await made.result()
+
+
+async def test_a_stream_waits_for_the_store_without_which_nothing_is_loaded() -> None:
+    """That is no agent's failure: as soon as the store answers, an agent is asked."""
+    made = Lost("B", "C")
+    while made.clock.now < MOVE_S / 2:
+        await made.load(0.0, NotRefused("the store does not answer"))
+        assert not made.loader.cold.failed_at(MODEL)
+    await made.load(LOAD_S, version="f16")
+    assert (await made.result()).engine is not None
+    assert made.clock.now < MOVE_S / 2 + LOAD_S + 2.0
 
 
 class Full:

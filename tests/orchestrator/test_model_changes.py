@@ -13,7 +13,7 @@ from pipeline.errors import Conflict, ResourceError
 from pipeline.fleet.bodies import LoadModelResponse, ModelState
 from pipeline.fleet.records import AgentRecord
 from stages.orchestrator.fleet_api import EventLog
-from stages.orchestrator.forward import Forward, StillLoading, Tries
+from stages.orchestrator.forward import Forward, NotRefused, StillLoading, Tries
 from stages.orchestrator.model_changes import REFUSED_S, ModelChanges
 from stages.orchestrator.rates import START_S
 from stages.orchestrator.registry import Registry
@@ -78,6 +78,18 @@ async def test_a_model_whose_engine_has_ended_before_the_answer_is_waited_for(tm
     changes, events = await made(tmp_path, agent, router(view("one")))
     await changes.load("one", MODEL)
     assert events.after(0)[-1].kind == "loaded"
+
+
+async def test_an_agent_that_is_not_asked_has_refused_nothing(tmp_path: Path) -> None:
+    """Without the store, or without what is signed by one, no load is begun."""
+    agent = Agent()
+    changes, events = await made(tmp_path, agent, router(view("one")))
+    with pytest.raises(NotRefused, match="two has left"):
+        await changes.load("two", MODEL)
+    changes._is_store_up = lambda: False
+    with pytest.raises(NotRefused, match="store"):
+        await changes.load("one", MODEL)
+    assert events.after(0) == []
 
 
 async def test_no_model_leaves_for_a_further_copy(tmp_path: Path) -> None:
