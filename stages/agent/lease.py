@@ -55,6 +55,7 @@ class AgentLease:
         self._term: Term | None = None
         self._is_store_silent = False
         self._renewed = asyncio.Event()  # set when the lease becomes valid
+        self._ended = asyncio.Event()  # set when it ends before its time
         self.is_name_taken = False  # by another agent
 
     @property
@@ -103,13 +104,24 @@ class AgentLease:
         while True:
             await self._renewed.wait()
             self._renewed.clear()
+            self._ended.clear()
             if not self.remaining_s:
                 continue
             await begin()
-            while left_s := self.remaining_s:
-                await self._sleep(left_s)
-            log.warning("the lease could not be renewed in time: no more requests are taken")
+            # Also if there is another lease by now: the other agent has served meanwhile.
+            while not self._ended.is_set() and (left_s := self.remaining_s):
+                await self._sleep_or_end(left_s)
+            log.warning("the lease has ended, or could not be renewed in time: no more requests are taken")
             await end()
+
+    async def _sleep_or_end(self, seconds: float) -> None:
+        tasks = [asyncio.ensure_future(self._sleep(seconds)), asyncio.ensure_future(self._ended.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _register(self) -> None:
         """Write the record. Waits while another agent has the name, or the store is away."""
@@ -170,6 +182,7 @@ class AgentLease:
                 return
             if found is not None and not self._is_own(found.value):
                 term.end()
+                self._ended.set()
                 with contextlib.suppress(StorageUnavailable, TimeoutError):
                     async with asyncio.timeout(self._ttl_s):
                         await self._store.revoke(term.lease)  # further keys end with it; the record has another one

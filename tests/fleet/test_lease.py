@@ -163,9 +163,11 @@ async def test_an_agent_whose_name_was_taken_over_stops_and_comes_back_after_it(
             assert not one.is_valid
             assert one.is_name_taken
             assert await here.holder() == "two"
+            assert [name for name, _ in here.events] == ["begin", "begin", "end"]  # before its lease would have ended
         await here.pass_time(TTL_S)
         assert one.is_valid and not one.is_name_taken
         assert await here.holder() == "one"
+        assert [name for name, _ in here.events] == ["begin", "begin", "end", "begin"]
 
 
 def test_an_engine_ends_within_the_margin_of_the_shortest_lease() -> None:
