@@ -106,17 +106,21 @@ class Leader:
 
     def _place(self, term: Term) -> None:
         """Begin the loads that placements need."""
-        wanted, table, router, cold = self._fleet.wanted(), self._router.table, self._router, self._cold
-        due = missing_loads(wanted, table, router.is_host, router.room_for, cold.agents_of, cold.failed_at)
+        wanted, cold = self._fleet.wanted(), self._cold
+        due = self._missing(wanted)
         self._note_unmet(wanted, {load.model for load in due})
-        stalled = stalled_loads(wanted, table, self._has_told)
+        stalled = stalled_loads(wanted, self._router.table, self._has_told)
         for load in [*due, *(one for one in stalled if one.agent_id not in cold.failed_at(one.model))]:
             self._start(load.agent_id, partial(self._load, load, term))
+
+    def _missing(self, wanted: list[tuple[str, int]]) -> list[Load]:
+        router, cold = self._router, self._cold
+        return missing_loads(wanted, router.table, router.is_host, router.room_for, cold.agents_of, cold.failed_at)
 
     def _note_unmet(self, wanted: list[tuple[str, int]], due: set[str]) -> None:
         """Report placements that cannot be carried out, once each."""
         table, loading = self._router.table, self._cold.agents_of
-        # Where a load has just failed, its event says why.
+        # Where a load has just failed, its event says why. One that is due alone waits for others at its agents.
         unmet = {
             model: f"{n_copies} of {replicas} replicas: no other agent has room, also without its idle models that are "
             "not placed"
@@ -124,6 +128,7 @@ class Leader:
             if model not in due
             and (n_copies := len(copies(model, table, loading))) < replicas
             and not self._cold.failed_at(model)
+            and not self._missing([(model, replicas)])
         }
         for model in unmet.keys() - self._unmet:
             self._events.add("placement-unmet", model=model, text=unmet[model])

@@ -197,3 +197,12 @@ async def test_a_placement_that_cannot_be_carried_out_is_reported_once() -> None
     assert [model for model, _ in found] == [MODEL] and found[0][1].startswith("0 of 1 replicas: ")
     assert not bench.loads
     await bench.close()
+
+
+async def test_a_placement_that_waits_for_another_one_at_its_agent_is_not_reported() -> None:
+    bench = Bench(view("a"), demo=1, other=1)
+    await until(lambda: bench.loads)
+    await bench.look()
+    assert {*bench.loads} == {("a", MODEL)}
+    assert not [one for one in bench.events.after(0) if one.kind == "placement-unmet"]
+    await bench.close()
