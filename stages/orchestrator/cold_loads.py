@@ -31,7 +31,7 @@ class ColdLoad:
     def __init__(
         self, model: str, agent_id: str, begun: float, predicted_s: float, is_wanted: Callable[[], bool]
     ) -> None:
-        """`is_wanted`: false: it is for a placement, of a leader whose term has ended."""
+        """`is_wanted`: false: it is for a placement that has ended, or of a leader whose term has."""
         self.model = model
         self.agent_id = agent_id
         self.begun = begun
@@ -139,12 +139,13 @@ class ColdLoads:
         finally:
             self._count(load, tenant, -1)
 
-    async def place(self, model: str, agent_id: str, is_leading: Callable[[], bool]) -> None:
+    async def place(self, model: str, agent_id: str, is_wanted: Callable[[], bool]) -> None:
         """Load a placed model on this agent, or wait for its load there. Raises `StarlingError`.
 
-        A load that is begun here ends with the leader's term, unless a request has joined it meanwhile.
+        `is_wanted`: false: the placement or the leader's term has ended, and with it a load that is begun here, unless
+        a request has joined it meanwhile.
         """
-        load = self._loads.get((model, agent_id)) or self._begin(model, agent_id, "", 0.0, is_leading)
+        load = self._loads.get((model, agent_id)) or self._begin(model, agent_id, "", 0.0, is_wanted)
         load.n_placing += 1
         try:
             await load.result()
@@ -162,6 +163,12 @@ class ColdLoads:
         for load in self.under_way:
             if load.agent_id == agent_id:
                 self._end(load, reason)
+
+    def end_unwanted(self) -> None:
+        """End the loads for placements that have ended. The agents may go on with them, but no more models leave."""
+        for load in self.under_way:
+            if not load.is_wanted():
+                self._end(load, "it is not placed any more")
 
     def _end(self, load: ColdLoad, reason: str) -> None:
         load.ended = reason

@@ -107,6 +107,7 @@ class Leader:
     def _place(self, term: Term) -> None:
         """Begin the loads that placements need."""
         wanted, cold = self._fleet.wanted(), self._cold
+        cold.end_unwanted()
         due = self._missing(wanted)
         self._note_unmet(wanted, {load.model for load in due})
         stalled = stalled_loads(wanted, self._router.table, self._has_told)
@@ -136,10 +137,13 @@ class Leader:
 
     async def _load(self, load: Load, term: Term) -> None:
         try:
-            await self._cold.place(load.model, load.agent_id, lambda: term.is_valid)
+            await self._cold.place(load.model, load.agent_id, lambda: term.is_valid and self._is_placed(load.model))
         except StarlingError as error:
             extra = {"model": load.model, "agent": load.agent_id, "reason": error.message}
             log.warning("a model was not placed", extra=extra)
+
+    def _is_placed(self, model: str) -> bool:
+        return any(name == model and replicas for name, replicas in self._fleet.wanted())
 
     def _unload(self) -> None:
         """Unload models that have had no requests for a while, or whose agent is short of memory."""

@@ -185,9 +185,12 @@ class ModelChanges:
         self._note_start(agent_id, base, files)
 
     def _check_wanted(self, agent_id: str, model: str) -> None:
-        """Raise `Conflict` if the load is for a placement and this process leads no more: another one may place it."""
+        """Raise `Conflict` if the load is for a placement that has ended, or this process leads no more."""
         if not self.is_wanted(model, agent_id):
-            raise Conflict(f"{model} is not placed on agent {agent_id} any more: this orchestrator does not lead now")
+            raise Conflict(
+                f"{model} is not placed on agent {agent_id} any more: its placement has ended, or this orchestrator "
+                "does not lead now"
+            )
 
     def _files_of(self, agent_id: str, model: str) -> Residence | None:
         """Where the files of a model are, seen from an agent that has no engine for it; None if it has one."""

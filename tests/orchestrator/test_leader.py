@@ -147,6 +147,23 @@ async def test_a_load_is_not_wanted_once_the_term_is_over_by_the_clock() -> None
     await bench.close()
 
 
+async def test_a_load_ends_with_its_placement_unless_a_request_waits_for_it() -> None:
+    bench = Bench(view("a"), view("b"), demo=1, other=1)
+    await until(lambda: len(bench.loads) == 2)
+    places = {model: agent_id for agent_id, model in bench.loads}
+    waiter = asyncio.ensure_future(bench.cold.wait("other", places["other"]))
+    await until(lambda: bench.cold.n_waiting)
+    assert bench.cold.is_wanted(MODEL, places[MODEL])
+    bench.wanted.clear()
+    assert not bench.cold.is_wanted(MODEL, places[MODEL]) and bench.cold.is_wanted("other", places["other"])
+    bench.leader._look(bench.elections.terms[-1])
+    await until(lambda: "cancelled" in bench.log)
+    assert [one.model for one in bench.cold.under_way] == ["other"] and not bench.cold.failed_at(MODEL)
+    bench.ends[places["other"]].set_result(None)
+    assert await waiter == places["other"]
+    await bench.close()
+
+
 async def test_an_agent_that_has_refused_a_model_is_free_for_others_and_is_asked_again_later() -> None:
     bench = Bench(view("a"), demo=1, other=1)
     await until(lambda: bench.loads)
