@@ -121,8 +121,10 @@ class ColdLoads:
         the model will find it.
         """
         load = self._loads.get((model, agent_id)) or self.find(model)
+        waited = self._clock() - load.begun if load is not None else 0.0
+        if load is not None and not load.predicted_s:  # begun for a placement
+            load.predicted_s = waited + predicted_s
         if not is_admitted and (reached := self._reached(load, tenant)):
-            waited = self._clock() - load.begun if load is not None else 0.0
             left_s = max(1.0, (load.predicted_s if load is not None else 0.0) - waited)
             raise Overloaded(
                 f"{reached}, fleet.orchestrator.max_waiting = {self.max_waiting}); try again in {math.ceil(left_s)} s",

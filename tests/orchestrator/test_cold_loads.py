@@ -99,6 +99,22 @@ async def test_waiting_is_bounded_with_an_estimate() -> None:
     await asyncio.gather(*waiters)
 
 
+async def test_the_load_of_a_placement_has_the_estimate_of_those_who_join_it() -> None:
+    loader = Loader(2)
+    placing = asyncio.ensure_future(loader.cold.place("m", "a", lambda: True))
+    await loader.begun("m")
+    loader.now = 10.0
+    waiter = loader.wait("m")
+    while not loader.cold.n_waiting:
+        await asyncio.sleep(0)
+    loader.now = 12.0
+    with pytest.raises(Overloaded, match="try again in 5 s") as refused:
+        await loader.wait("m")
+    assert refused.value.retry_after_s == 5.0
+    loader.ends["m"].set_result(None)
+    await asyncio.gather(placing, waiter)
+
+
 async def test_a_request_that_an_engine_had_waits_beyond_the_bound() -> None:
     loader = Loader(1)
     waiter = loader.wait("m")
