@@ -9,45 +9,21 @@ from typing import Any
 import pytest
 
 from pipeline.config.load import resolve
-from pipeline.errors import Conflict, ModelUnavailable, Overloaded, StarlingError
+from pipeline.errors import Conflict, ModelUnavailable, Overloaded
 from pipeline.fleet.bodies import HeartbeatResponse
 from pipeline.fleet.records import AgentRecord
 from stages.orchestrator import route_finder
-from stages.orchestrator.cold_loads import FAILED_S, ColdLoads
+from stages.orchestrator.cold_loads import FAILED_S
 from stages.orchestrator.fleet_api import EventLog, FleetApi
-from stages.orchestrator.forward import Bounds, Forward, NotRefused, StillLoading, Tries
+from stages.orchestrator.forward import Bounds, Forward, StillLoading, Tries
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Relay
-from stages.orchestrator.router import Published, Route
+from stages.orchestrator.router import Published
 from stages.orchestrator.score import version_of
 from stages.orchestrator.stage import OrchestratorStage
 from tests.orchestrator.agents import MODEL, cached, engine, heartbeat, request, router, view
+from tests.orchestrator.loader import Loader
 from tests.orchestrator.loopback_engine import Clock, WatchedClient
-
-MOVE_S = 60.0  # for an agent to go on with a stream
-LOAD_S = 100.0  # that a load takes, which is longer
-
-
-class Loader:
-    """Loads that end when the test says so."""
-
-    def __init__(self, max_waiting: int = 100) -> None:
-        self.calls: list[tuple[str, str, str | None]] = []
-        self.ends: dict[str, asyncio.Future[None]] = {}
-        self.now = 0.0
-        self.cold = ColdLoads(self.load, max_waiting, lambda: self.now)
-
-    async def load(self, agent_id: str, model: str, evict: str | None) -> None:
-        self.calls.append((agent_id, model, evict))
-        self.ends[model] = asyncio.get_running_loop().create_future()
-        await self.ends[model]
-
-    def wait(self, model: str, agent: str = "a", tenant: str = "") -> asyncio.Task[str]:
-        return asyncio.ensure_future(self.cold.wait(model, agent, predicted_s=7.0, tenant=tenant))
-
-    async def begun(self, model: str) -> None:
-        while model not in self.ends:
-            await asyncio.sleep(0)
 
 
 async def test_many_requests_cause_one_load() -> None:
@@ -305,78 +281,6 @@ async def test_a_request_that_waits_for_a_load_is_cancelled_and_the_load_goes_on
     assert not relay.routes.cancel(sent.id)
     loader.ends[MODEL].set_result(None)
     assert await other == "A" and loader.cold.n_waiting == 0
-
-
-class Lost:
-    """A stream whose agent is gone, and agents that must load its model first."""
-
-    def __init__(self, *names: str) -> None:
-        async def poll(record: object) -> HeartbeatResponse:
-            return heartbeat("A")
-
-        self.loader, self.clock = Loader(), Clock()
-        self.views = {name: view(name, cached_models=(cached(),)) for name in names}
-        self.routing = router(*self.views.values())
-        self.routing.loading_at, self.routing.failed_at = self.loader.cold.agents_of, self.loader.cold.failed_at
-        registry = Registry(poll, self.clock)
-        bounds = Bounds(1.0, MOVE_S)
-        cold = self.loader.cold
-        relay = Relay(WatchedClient(), self.routing, registry, cold, bounds, self.clock, self.clock.wait)
-        self.tries = Tries(self.clock)
-        self.tries.version = version_of(engine())
-        self.tries.advanced()
-        self.tries.failed("gone", ModelUnavailable("it stopped answering"))
-        self.tries.was_lost = True
-        sent = Forward(routed=request(), path="/v1/generate", body=b"{}", headers={})
-        self.finding = asyncio.ensure_future(relay.routes.find(sent, self.tries, None))
-
-    async def load(self, took_s: float, error: StarlingError | None = None, version: str = "f32") -> None:
-        """The load that is under way ends, or has brought the model with this KV type."""
-        await self.loader.begun(MODEL)
-        self.clock.now += took_s
-        name = self.loader.calls[-1][0]
-        end = self.loader.ends.pop(MODEL)
-        if error is not None:
-            end.set_exception(error)
-            return
-        self.views[name] = view(name, engine(kv_type=version))
-        self.routing.update_routing_table(list(self.views.values()))
-        end.set_result(None)
-
-    async def result(self) -> Route:
-        """The route; fails if another load begins."""
-        n_loads = len(self.loader.calls)
-        while not self.finding.done():
-            assert len(self.loader.calls) == n_loads
-            await asyncio.sleep(0)
-        return await self.finding
-
-
-async def test_a_stream_whose_version_is_nowhere_loads_its_model_once() -> None:
-    made = Lost("B", "C", "D")
-    await made.load(LOAD_S)
-    with pytest.raises(ModelUnavailable, match="stopped answering"):
-        await made.result()
-    assert LOAD_S + MOVE_S <= made.clock.now <= LOAD_S + MOVE_S + 1.0
-
-
-async def test_only_the_time_of_one_load_does_not_count_for_a_stream_that_is_lost() -> None:
-    made = Lost("B", "C", "D")
-    for _ in "BC":
-        await made.load(LOAD_S, ModelUnavailable("damaged"))
-    with pytest.raises(ModelUnavailable, match="damaged"):
-        await made.result()
-
-
-async def test_a_stream_waits_for_the_store_without_which_nothing_is_loaded() -> None:
-    """That is no agent's failure: as soon as the store answers, an agent is asked."""
-    made = Lost("B", "C")
-    while made.clock.now < MOVE_S / 2:
-        await made.load(0.0, NotRefused("the store does not answer"))
-        assert not made.loader.cold.failed_at(MODEL)
-    await made.load(LOAD_S, version="f16")
-    assert (await made.result()).engine is not None
-    assert made.clock.now < MOVE_S / 2 + LOAD_S + 2.0
 
 
 class Full:

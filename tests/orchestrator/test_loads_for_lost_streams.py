@@ -1,0 +1,93 @@
+"""Loads for streams that have lost their agents: how many, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pipeline.errors import ModelUnavailable, StarlingError
+from pipeline.fleet.bodies import HeartbeatResponse
+from stages.orchestrator.forward import Bounds, Forward, NotRefused, Tries
+from stages.orchestrator.registry import Registry
+from stages.orchestrator.relay import Relay
+from stages.orchestrator.router import Route
+from stages.orchestrator.score import version_of
+from tests.orchestrator.agents import MODEL, cached, engine, heartbeat, request, router, view
+from tests.orchestrator.loader import Loader
+from tests.orchestrator.loopback_engine import Clock, WatchedClient
+
+MOVE_S = 60.0  # for an agent to go on with a stream
+LOAD_S = 100.0  # that a load takes, which is longer
+
+
+class Lost:
+    """A stream whose agent is gone, and agents that must load its model first."""
+
+    def __init__(self, *names: str) -> None:
+        async def poll(record: object) -> HeartbeatResponse:
+            return heartbeat("A")
+
+        self.loader, self.clock = Loader(), Clock()
+        self.views = {name: view(name, cached_models=(cached(),)) for name in names}
+        self.routing = router(*self.views.values())
+        self.routing.loading_at, self.routing.failed_at = self.loader.cold.agents_of, self.loader.cold.failed_at
+        registry = Registry(poll, self.clock)
+        bounds = Bounds(1.0, MOVE_S)
+        cold = self.loader.cold
+        relay = Relay(WatchedClient(), self.routing, registry, cold, bounds, self.clock, self.clock.wait)
+        self.tries = Tries(self.clock)
+        self.tries.version = version_of(engine())
+        self.tries.advanced()
+        self.tries.failed("gone", ModelUnavailable("it stopped answering"))
+        self.tries.was_lost = True
+        sent = Forward(routed=request(), path="/v1/generate", body=b"{}", headers={})
+        self.finding = asyncio.ensure_future(relay.routes.find(sent, self.tries, None))
+
+    async def load(self, took_s: float, error: StarlingError | None = None, version: str = "f32") -> None:
+        """The load that is under way ends, or has brought the model with this KV type."""
+        await self.loader.begun(MODEL)
+        self.clock.now += took_s
+        name = self.loader.calls[-1][0]
+        end = self.loader.ends.pop(MODEL)
+        if error is not None:
+            end.set_exception(error)
+            return
+        self.views[name] = view(name, engine(kv_type=version))
+        self.routing.update_routing_table(list(self.views.values()))
+        end.set_result(None)
+
+    async def result(self) -> Route:
+        """The route; fails if another load begins."""
+        n_loads = len(self.loader.calls)
+        while not self.finding.done():
+            assert len(self.loader.calls) == n_loads
+            await asyncio.sleep(0)
+        return await self.finding
+
+
+async def test_a_stream_whose_version_is_nowhere_loads_its_model_once() -> None:
+    made = Lost("B", "C", "D")
+    await made.load(LOAD_S)
+    with pytest.raises(ModelUnavailable, match="stopped answering"):
+        await made.result()
+    assert LOAD_S + MOVE_S <= made.clock.now <= LOAD_S + MOVE_S + 1.0
+
+
+async def test_only_the_time_of_one_load_does_not_count_for_a_stream_that_is_lost() -> None:
+    made = Lost("B", "C", "D")
+    for _ in "BC":
+        await made.load(LOAD_S, ModelUnavailable("damaged"))
+    with pytest.raises(ModelUnavailable, match="damaged"):
+        await made.result()
+
+
+async def test_a_stream_waits_for_the_store_without_which_nothing_is_loaded() -> None:
+    """That is no agent's failure: as soon as the store answers, an agent is asked."""
+    made = Lost("B", "C")
+    while made.clock.now < MOVE_S / 2:
+        await made.load(0.0, NotRefused("the store does not answer"))
+        assert not made.loader.cold.failed_at(MODEL)
+    await made.load(LOAD_S, version="f16")
+    assert (await made.result()).engine is not None
+    assert made.clock.now < MOVE_S / 2 + LOAD_S + 2.0
