@@ -139,7 +139,8 @@ class LoadedVersions:
         sessions = self.sessions.get(name)
         if sessions is None:
             directory = paths.state_dir(self._config) / "sessions"
-            own = ModelSessions(directory, name.replace("/", "--"), self._clock.seconds)
+            longest_turn_s = self._config.server.request_timeout_ms / 1000
+            own = ModelSessions(directory, name.replace("/", "--"), self._clock.seconds, longest_turn_s)
             sessions = self.sessions[name] = SessionThread(own, self._loop.wake)
         return sessions
 

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from pipeline.errors import Conflict, InvalidRequest, NotFound, Overloaded, StorageUnavailable
 from shm import prefix_hash
 from stages.kv.lease import Grant
+from stages.kv.sessions.model_sessions import TAG_DIGITS, ModelSessions
 from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_files import SUFFIX, SessionFiles, parse
-from stages.kv.sessions.session_store import EMPTY_S, UNSURE_S, SessionStore
+from stages.kv.sessions.session_store import EMPTY_S, LONGEST_TURN_S, UNSURE_S, SessionStore
 from tests.kv.world import DIGEST, GEOMETRY, PAGE_TOKENS, Clock, FakeRows, contents, manager, small_arena
 
 ME, OTHER = b"gateway-1", b"gateway-2"
+TAG = "a" * TAG_DIGITS
 ROOTS = prefix_hash.root_hasher(DIGEST, GEOMETRY)
 
 
@@ -214,6 +216,28 @@ def test_a_session_whose_turn_no_process_continues_expires(tmp_path: Path, clock
     assert sessions.expire() == 0
     clock.now += 1
     assert sessions.expire() == 1
+
+
+@pytest.mark.parametrize("again", ["a start", "a load of the model"])
+def test_a_session_that_ended_long_ago_is_gone_at_once(tmp_path: Path, clock: Time, again: str) -> None:
+    """Its last turn, had it begun just before the end, has ended as well: nothing can be in progress."""
+    sessions = open_sessions(tmp_path / f"m-{TAG}", clock)
+    for name in ("one", "two", "daily"):
+        sessions.begin(ME, "t", name, create=True, ttl_s=60)
+        sessions.commit(ME, "t", name, 1, 0, raw(1, 2, 3))
+    clock.now += 60 + LONGEST_TURN_S
+    if again == "a start":
+        sessions = open_sessions(tmp_path / f"m-{TAG}", clock)
+    else:
+        opened = ModelSessions(tmp_path, "m", clock).open(TAG, ROOTS, PAGE_TOKENS, SessionBounds(3, 100))
+        assert opened is not None
+        sessions = opened
+    with pytest.raises(NotFound):
+        sessions.begin(OTHER, "t", "two")
+    s = sessions.begin(OTHER, "t", "daily", create=True)
+    assert (s.turn, list(s.tokens)) == (1, [])
+    for name in ("new", "newer"):  # the expired ones do not count among the most that are held
+        assert sessions.begin(OTHER, "t", name, create=True).turn == 1
 
 
 def test_a_turn_that_fails_is_a_use(sessions: SessionStore, clock: Time) -> None:

@@ -23,7 +23,7 @@ from shm.prefix_hash import PageHash, RootHasher
 from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_files import SessionFiles
 from stages.kv.sessions.session_moves import MOVED
-from stages.kv.sessions.session_store import FreedPage, SessionStore
+from stages.kv.sessions.session_store import LONGEST_TURN_S, FreedPage, SessionStore
 from stages.kv.storage.persist import KEPT_VERSIONS
 
 log = logging.getLogger("starling.kv")
@@ -36,9 +36,16 @@ _NO_VERSION = (lambda salt: PageHash(b"")), sys.maxsize, SessionBounds(0, sys.ma
 class ModelSessions:
     """The sessions of the model with this `slug`. `directory`: `STATE_DIR/sessions`."""
 
-    def __init__(self, directory: Path, slug: str, clock: Callable[[], float] = time.time) -> None:
-        """`clock`: s since 1970, the same one after a restart."""
+    def __init__(
+        self,
+        directory: Path,
+        slug: str,
+        clock: Callable[[], float] = time.time,
+        longest_turn_s: float = LONGEST_TURN_S,
+    ) -> None:
+        """`clock`: s since 1970, the same one after a restart. `longest_turn_s`: a turn that began before has ended."""
         self._clock = clock
+        self._longest_turn_s = longest_turn_s
         self._directory = directory
         self._slug = slug
         self._stores: dict[str, SessionStore] = {}  # by tag: the first digits of the tokenizer's digest
@@ -125,7 +132,9 @@ class ModelSessions:
                 continue
             try:
                 files = SessionFiles(directory)
-                self._stores[tag] = SessionStore(files, root_hash_of, page_tokens, bounds, self._clock)
+                self._stores[tag] = SessionStore(
+                    files, root_hash_of, page_tokens, bounds, self._clock, longest_turn_s=self._longest_turn_s
+                )
             except OSError as error:
                 self._errors.failed("open", directory, error)
                 self._unopened.add(tag)

@@ -43,6 +43,7 @@ EMPTY_S = 600  # a session without any turn is kept for this time
 # After a gateway or this process has died, its successor needs so long to say which turns are in progress: until then
 # these sessions do not move and do not expire.
 UNSURE_S = 30.0
+LONGEST_TURN_S = 300.0  # the default of `server.request_timeout_ms`
 
 
 class FreedPage(NamedTuple):
@@ -67,13 +68,16 @@ class SessionStore:
         bounds: SessionBounds,
         clock: Callable[[], float] = time.time,
         new_id: Callable[[], str] = _new_id,
+        longest_turn_s: float = LONGEST_TURN_S,
     ) -> None:
+        """`longest_turn_s`: a turn that began before has ended."""
         self.bounds = bounds
         self.files = files
         self._root_hash_of = root_hash_of
         self._page_tokens = page_tokens
         self.clock = clock
         self._new_id = new_id
+        self._longest_turn_s = longest_turn_s
         self.freed: list[FreedPage] = []  # the caller frees these pages and clears the list
         self._sessions: dict[tuple[str, str], Session] = {}  # HELD and ARRIVED
         self.tombstones: dict[tuple[str, str], Session] = {}  # MOVED and SETTLED
@@ -316,7 +320,10 @@ class SessionStore:
         return self._sessions.get(key) or self.tombstones.get(key)
 
     def _add_loaded(self, session: Session) -> None:
-        session.unsure_until = self.clock() + UNSURE_S
+        now = self.clock()
+        # A turn began before the time to live ended.  Days later, when a request loads the model, none is in progress.
+        if not self._is_expired(session, now - self._longest_turn_s):
+            session.unsure_until = now + UNSURE_S
         self.add(session)
 
     def _create(self, tenant: str, session_id: str, ttl_s: int, salt: str) -> Session:
