@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 from array import array
 from pathlib import Path
@@ -238,6 +239,28 @@ def test_a_session_that_ended_long_ago_is_gone_at_once(tmp_path: Path, clock: Ti
     assert (s.turn, list(s.tokens)) == (1, [])
     for name in ("new", "newer"):  # the expired ones do not count among the most that are held
         assert sessions.begin(OTHER, "t", name, create=True).turn == 1
+
+
+def test_a_turn_whose_commit_fails_is_a_use(
+    sessions: SessionStore, clock: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions.begin(ME, "t", "a", create=True, ttl_s=3)
+    sessions.commit(ME, "t", "a", 1, 0, raw(1, 2))
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    for added, error in ((raw(*range(100)), InvalidRequest), (raw(3), StorageUnavailable)):
+        clock.now += 2
+        sessions.begin(ME, "t", "a")
+        clock.now += 4
+        with monkeypatch.context() as patch:
+            patch.setattr(sessions.files, "append", refuse)
+            with pytest.raises(error):
+                sessions.commit(ME, "t", "a", 2, 2, added)
+        assert sessions.expire() == 0
+    clock.now += 2
+    assert list(sessions.begin(ME, "t", "a").tokens) == [1, 2]
 
 
 def test_a_turn_that_fails_is_a_use(sessions: SessionStore, clock: Time) -> None:

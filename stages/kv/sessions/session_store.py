@@ -194,6 +194,7 @@ class SessionStore:
             )
         added.frombytes(tokens)
         session.holder = b""
+        session.used = self.clock()
         if base + len(added) > self.bounds.max_tokens:
             raise InvalidRequest(
                 f"session {session_id!r} would hold {base + len(added)} tokens, and at most {self.bounds.max_tokens} "
