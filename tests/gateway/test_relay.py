@@ -361,6 +361,7 @@ def test_a_rejected_new_request_fails_and_its_other_sequences_are_cancelled() ->
         m.Rejected(frame.sequence, "OVERLOADED", "full", "", 3.0) if frame.choice == 1 else None
     )
     request = world.request("three", n=3)
+    assert [f.following for f in world.to_scheduler if isinstance(f, m.Submit)] == [2, 1, 0]
     world.scheduler_reads()
     world.gateway_reads_scheduler()
     assert request.error is not None
@@ -373,13 +374,14 @@ def test_a_rejected_new_request_fails_and_its_other_sequences_are_cancelled() ->
 
 def test_a_running_request_that_is_rejected_after_a_restart_is_submitted_again() -> None:
     world = World()
-    request = world.request("running")
+    request = world.request("running", n=2)
     world.scheduler_reads()
     world.generator.step(2)
     world.gateway_reads_scheduler()
     world.scheduler_dies()
     world.generator.refuse = lambda frame: m.Rejected(frame.sequence, "OVERLOADED", "full", "", 2.0)
     world.scheduler_comes()
+    assert [f.following for f in world.to_scheduler if isinstance(f, m.Submit)] == [0, 0]
     world.scheduler_reads()
     world.gateway_reads_scheduler()
     assert request.outcome is Outcome.OPEN

@@ -19,7 +19,11 @@ FRAMES: list[tuple[m.Frame, str, tuple[str, ...]]] = [
         "gateway-tokenizer",
         ("request", "tenant", "session"),
     ),
-    (m.Submit("r/0", "r", "m", "t", b"", 1, SAMPLING, session="s"), "gateway-scheduler", ("session",)),
+    (
+        m.Submit("r/0", "r", "m", "t", b"", 1, SAMPLING, session="s", following=2),
+        "gateway-scheduler",
+        ("session", "following"),
+    ),
     (m.Acquire(1, "m", "r/0", 0, 3, 9, tenant="t", session="s"), "scheduler-kv", ("tenant", "session")),
     (m.Reconcile("m", [("r/0", 0, 3, (1,))], (("t", "s"),)), "scheduler-kv", ("owners",)),
 ]
@@ -48,7 +52,8 @@ def test_stages_of_two_releases_understand_each_other(frame: m.Frame, edge: str,
     names = [name for name in type(frame).__struct_fields__ if name not in new]
     assert [getattr(received, name) for name in names] == [getattr(frame, name) for name in names]
     sent = msgspec.msgpack.encode(received)
-    expected = msgspec.structs.replace(frame, **{name: () if name == "owners" else "" for name in new})
+    defaults = {field.name: field.default for field in msgspec.structs.fields(type(frame))}
+    expected = msgspec.structs.replace(frame, **{name: defaults[name] for name in new})
     assert msgspec.msgpack.decode(sent, type=union) == expected
 
 

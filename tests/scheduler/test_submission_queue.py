@@ -407,6 +407,27 @@ def test_a_request_of_several_sequences_gets_places_in_a_queue_that_another_tena
     assert "b/0" in world.engine.table.live and "b/1" in world.engine.table.live
 
 
+@pytest.mark.parametrize(("n_others", "n", "accepted"), [(1, 8, True), (1, 9, False), (4, 3, True), (4, 4, False)])
+def test_a_request_that_is_more_than_its_part_of_a_full_queue_removes_no_others(
+    n_others: int, n: int, accepted: bool
+) -> None:
+    """It would fail with the first sequence that gets no place, and the removed ones would be lost for nothing."""
+    world = World(batch=1, max_queue_depth=16)
+    world.engine.detached(world.now)
+    for i in range(16):
+        world.submit(submission(f"a{i}", [1, 2], 100, tenant=f"a{i % n_others}"))
+    names = [f"b/{i}" for i in range(n)]
+    for i, name in enumerate(names):
+        world.submit(submission(name, [1], 5, tenant="b", following=n - 1 - i))
+        if world.engine.outbox.rejected and not accepted:
+            break  # the gateway cancels the request
+    rejected = [frame.sequence for _, frame in world.engine.outbox.rejected]
+    if accepted:
+        assert len(rejected) == n and not set(names) & set(rejected)
+    else:
+        assert rejected == ["b/0"]
+
+
 def test_a_full_queue_of_one_tenant_does_not_affect_others():
     world = World(max_queue_depth=100, max_tenant_depth=3, batch=1)
     for i in range(8):  # one computes, two have rows, three wait

@@ -43,6 +43,9 @@ class Submit(Frame, tag="S"):
     prediction: bytes = b""  # int32 little-endian: what the output may be, for draft tokens
     revision: int = 0  # of the output: grows when the gateway replaces its end; a live sequence then starts again
     session: str = ""  # whose turn it is, for log lines; "": none
+    # Sequences of the same request that are submitted after it, and fail with it if it is refused: they get places of a
+    # full queue together or not at all.
+    following: int = 0
 
 
 class Cancel(Frame, tag="C"):

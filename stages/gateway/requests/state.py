@@ -328,6 +328,7 @@ def submission(sequence: SequenceState, forced: bytes, now: float) -> Submit:
     """The frame that starts the sequence, or continues it after the tokens `forced` (i32 little-endian)."""
     request = sequence.request
     spec, generation = request.spec, request.spec.generation
+    is_new = not (sequence.n_resubmitted or sequence.tokens)
     return Submit(
         sequence=sequence.id,
         request=request.id,
@@ -350,4 +351,5 @@ def submission(sequence: SequenceState, forced: bytes, now: float) -> Submit:
         prediction=spec.prediction if generation.speculate >= 0 else b"",
         revision=sequence.revision,
         session=request.session_id,
+        following=len(request.sequences) - 1 - sequence.index if is_new else 0,
     )

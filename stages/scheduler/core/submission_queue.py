@@ -64,7 +64,8 @@ class SubmissionQueue:
         """Queue a sequence, or answer with `Rejected`.
 
         Everything about the new sequence is decided before another tenant's one is removed for it: a refused
-        submission costs no other sequence its place.
+        submission costs no other sequence its place.  The first sequence of a request that needs another tenant's place
+        decides for all that follow.
         """
         table = self._table
         self._outbox.now = now
@@ -137,7 +138,7 @@ class SubmissionQueue:
             self._rows.schedule(now)  # sequences that arrived since the last round leave the queue if rows are free
             begun = frozenset(sequence.request for sequence in self._table.scheduled)
         try:
-            removed = self._queues.make_room(tenant, begun)
+            removed = self._queues.make_room(tenant, begun, frame.following)
         except QueueFullError as error:
             wait_s = self._waits.retry_after_s(tenant)
             message = f"queue of {frame.model} is full: {error}; try again later"

@@ -10,7 +10,8 @@ Within a tenant sequences are ordered by arrival; priority is worth a bounded he
 
 Bounds: `max_depth` sequences in all, `max_tenant_depth` for each tenant.  A full queue is divided by weight: a tenant
 that has nothing in it, or less than its part, gets the place of the newest sequence of the tenant with the longest
-queue for its weight.
+queue for its weight.  A request of several sequences, which fails with each of them, gets places only if its tenant's
+part has room for all.
 """
 
 from __future__ import annotations
@@ -71,11 +72,12 @@ class TenantQueues:
         """A sequence of `tenant` cannot be added without removing one."""
         return self.depth >= self.max_depth or tenant.waiting >= self.max_tenant_depth
 
-    def make_room(self, tenant: Tenant, begun: Container[str] = ()) -> SequenceState | None:
+    def make_room(self, tenant: Tenant, begun: Container[str] = (), following: int = 0) -> SequenceState | None:
         """The sequence that must be removed for one more of `tenant`; None if none must.
 
         `begun` are requests with sequences that compute already: those would fail with the removed one, so they
-        are chosen last.  Raises `QueueFullError` when no sequence may be removed.
+        are chosen last.  `following`: sequences that come with the new one, and are of no use without it or it without
+        them.  Raises `QueueFullError` when no sequence may be removed.
         """
         if tenant.waiting >= self.max_tenant_depth:
             key = "rate_limits" if self.max_tenant_depth < self.max_depth else "scheduler"
@@ -84,8 +86,8 @@ class TenantQueues:
             )
         if self.depth < self.max_depth:
             return None
-        longest = max(self.tenants.values(), key=lambda t: (t.waiting * t.inverse, t.name), default=None)
-        if longest is None or longest is tenant or longest.waiting < 2 or not _may_replace(tenant, longest):
+        longest = max(self.tenants.values(), key=lambda t: ((t.waiting - 1) * t.inverse, t.name), default=None)
+        if longest is None or longest is tenant or longest.waiting < 2 or not self._may_replace(tenant, 1 + following):
             raise QueueFullError(f"{self.depth} sequences wait, at most {self.max_depth} (scheduler.max_queue_depth)")
         candidates = [s for s in self._waiting if s.tenant is longest and not s.outputs]
         if tenant.waiting and not candidates:
@@ -171,15 +173,23 @@ class TenantQueues:
                     self.forgotten[tenant.name if known else OTHER] += tenant.computed
             self.tenants = {name: t for name, t in self.tenants.items() if t.is_active}
 
+    def _may_replace(self, tenant: Tenant, count: int) -> bool:
+        """Whether the others can give up `count` places, each keeping as many for its weight as `tenant` has then.
+
+        Any other one gives a single place to a tenant that has none.
+        """
+        if not tenant.waiting and count == 1:
+            return True
+        if tenant.waiting + count > self.max_tenant_depth:
+            return False
+        n_own = tenant.waiting + count
+        parts = ((t.waiting, n_own * (t.weight / tenant.weight)) for t in self.tenants.values() if t is not tenant)
+        return sum(max(0, int(n_waiting - part)) for n_waiting, part in parts) >= count
+
     def _floor(self) -> float:
         """Virtual time of the least served active tenant: idle time is not saved up."""
         active = [t.served for t in self.tenants.values() if t.is_active]
         return min(active) if active else max((t.served for t in self.tenants.values()), default=0.0)
-
-
-def _may_replace(tenant: Tenant, longest: Tenant) -> bool:
-    """Whether `tenant`, with one sequence more, has at most as many for its weight as `longest` with one less."""
-    return not tenant.waiting or (tenant.waiting + 1) * tenant.inverse <= (longest.waiting - 1) * longest.inverse
 
 
 def _count(sequence: SequenceState, sign: int) -> None:
