@@ -126,7 +126,7 @@ class Manager:
             return self._denial(groups.n_pages(self.places_for(want_tokens)))
 
         now = pool.clock_ns()
-        hit = self._find(hashes[:n_sharable], window, fetchable=True)
+        hit = self._find(hashes[:n_sharable], window, n_fetchable=groups.n_groups)
         found, outside = hit.in_arena, hit.outside
         n_places = max(self.places_for(self._wanted(want_tokens, hit.end, window, ahead)), hit.end)
         n_prompt = self.places_for(n_tokens) if groups.full and window else 0
@@ -175,14 +175,14 @@ class Manager:
         hashes: list[PageHash],
         window: int,
         sent: Container[PageHash] = (),
-        fetchable: bool = False,
+        n_fetchable: int = 0,
         most_outside: int | None = None,
     ) -> Hit:
         if not window and not self.groups.full:
-            return self.pool.find(hashes, fetchable)
+            return self.pool.find(hashes, n_fetchable > 0)
         each, groups = self.page_tokens, self.groups
         return self.pool.find_last(
-            hashes, lambda n_places: first_read(n_places * each, window) // each, sent, groups, fetchable, most_outside
+            hashes, lambda n: first_read(n * each, window) // each, sent, groups, n_fetchable, most_outside
         )
 
     def _wanted(self, want_tokens: int, n_shared: int, window: int, ahead: int) -> int:
@@ -215,10 +215,13 @@ class Manager:
         return hashes[: next(missing, len(hashes))]
 
     def pages_outside(
-        self, tokens: np.ndarray, salt: str = "", sharable: int = -1, window: int = 0, most: int | None = None
+        self, hashes: list[PageHash], window: int, most: int, ahead: Container[PageHash] = (), n_fetchable: int = 0
     ) -> list[PageHash]:
-        """The pages that `acquire` would fetch for these tokens (n,) int32 from sources that can give `most` pages."""
-        return self._find(self.sharable_hashes(tokens, salt, sharable), window, most_outside=most).outside
+        """The pages that `acquire` would fetch if sources could give `most` pages, and those of `ahead` beside them.
+
+        `n_fetchable`: in so many groups, the first ones, only what they can give now.
+        """
+        return self._find(hashes, window, ahead, n_fetchable, most).outside
 
     def extend(self, sequence: str, want_tokens: int) -> Grant | Denial:
         """Add new pages at the end of a lease. Denies an unknown or suspect one: it must acquire again."""

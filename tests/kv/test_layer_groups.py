@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,20 +13,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from pipeline.protocol import messages as m
 from shm import prefix_hash
 from shm.layer_groups import NO_PAGE
 from shm.pages import unpack_ordinal
 from shm.prefix_hash import group_hash
 from stages.kv.lease import Denial, Grant, LeaseClaim
-from stages.kv.page_ins import PageIns
-from stages.kv.pool.page_pool import Hit
-from stages.kv.storage import threaded_store
 from stages.kv.storage.disk_store import DiskPageStore
 from stages.kv.storage.page_file import BLOCK
 from stages.kv.storage.page_ranking import most_used
-from stages.kv.storage.threaded_store import ThreadedPageStore
-from tests.kv.grouped import AHEAD, GROUPS, TOKENS, UNREAD, WINDOW, GroupWorld
+from tests.kv.grouped import AHEAD, GROUPS, TOKENS, UNREAD, GroupWorld
 from tests.kv.world import PAGE_BYTES, PAGE_TOKENS
 
 
@@ -146,55 +139,6 @@ def test_pages_of_all_groups_come_back_from_a_page_file(tmp_path: Path) -> None:
     store.remove(group_hash(hashes[39], 1))
     assert w.run("c", [*TOKENS, 7, 7], 2) == 39 * PAGE_TOKENS
     store.close()
-
-
-def test_of_a_prefix_that_cannot_be_read_at_once_the_longest_part_with_its_window_is_shared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A place needs pages of all groups, and those of the window before it: what is read is chosen for one place."""
-    path = tmp_path / "pages"
-    store: Any = ThreadedPageStore(path, 1, lambda: DiskPageStore(path, {}, PAGE_BYTES, 200 * PAGE_BYTES, 1))
-    store.wait_opened(60)
-    w = GroupWorld(110, store=store)
-    w.run("a", TOKENS)
-    w.release("a")
-    assert w.m.pool.make_room(110)
-    settle(store, lambda: not store.is_busy)
-    monkeypatch.setattr(threaded_store, "STAGED_BYTES", 30 * PAGE_BYTES)
-    known = np.array(TOKENS, np.int32), 1
-    pages: Any = SimpleNamespace(
-        manager=w.m, stores=lambda: [store], rows=SimpleNamespace(known=lambda row, n_tokens: known)
-    )
-    page_ins = PageIns(pages, clock=lambda: 0.0)
-    n_tokens = len(TOKENS)
-    assert page_ins.begin(m.Acquire(1, "tiny", "b", 1, n_tokens, n_tokens, window=WINDOW, ahead=AHEAD))
-    settle(store, lambda: bool(page_ins.due()))
-    searches, find_last = [], w.m.pool.find_last
-
-    def counted(*others: Any) -> Hit:
-        searches.append(find_last(*others))
-        return searches[-1]
-
-    monkeypatch.setattr(w.m.pool, "find_last", counted)
-    granted = w.begin("b", TOKENS, 1)
-    assert isinstance(granted, Grant)
-    # 20 pages of the group without a window, and of each of the others those of the places from 16 on.
-    assert granted.cached_tokens == 20 * PAGE_TOKENS
-    assert len(searches) == 1
-    page_ins.end("b")
-    w.m.check()
-    store.close()
-    store.join(60)
-
-
-def settle(store: ThreadedPageStore, is_done: Callable[[], bool]) -> None:
-    """Take results of the page file's thread until the condition holds."""
-    for _ in range(60_000):
-        store.poll()
-        if is_done():
-            return
-        store._thread.join(0.001)
-    raise AssertionError("the thread of the page file did not finish")
 
 
 def test_what_is_complete_before_a_page_that_cannot_be_read_is_shared(

@@ -153,7 +153,7 @@ def test_a_window_comes_back_from_disk_as_a_whole_or_an_earlier_one_is_shared(tm
     first_run(world)
     world.m.release("a", len(TOKENS))
     assert pool.make_room(20)  # some pages of the window are on disk only
-    outside = world.m.pages_outside(np.array(TOKENS, np.int32), window=WINDOW)
+    outside = world.m.pages_outside(world.m.sharable_hashes(np.array(TOKENS, np.int32)), WINDOW, len(TOKENS))
     assert 0 < len(outside) < 40 - UNREAD
     if is_damaged:
         for cell in store._cell_of.values():

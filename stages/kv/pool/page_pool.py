@@ -149,13 +149,14 @@ class PagePool:
         first_needed: Callable[[int], int],
         sent: Container[PageHash] = (),
         groups: LayerGroups = ONE_GROUP,
-        fetchable: bool = False,
+        n_fetchable: int = 0,
         most_outside: int | None = None,
     ) -> Hit:
         """The longest prefix of `hashes` that a sequence with a window can continue.
 
         first_needed: (number of places) -> the first place that is read by the position behind them, in groups with a
-        window.  `sent`: pages that need not be fetched.  `fetchable`: of a source, only those that it can give now.
+        window.  `sent`: pages that need not be fetched.  `n_fetchable`: in so many groups, the first ones, a source's
+        pages count only if it can give them now.
         `most_outside`: pages that can be fetched together; None: all.
         """
         table = self.table
@@ -167,7 +168,7 @@ class PagePool:
             name = group_hash(page_hash, group)
             if table.get_cached_page(name) is not None or name in sent:
                 return 0
-            return 1 if self._is_outside(name, fetchable) else None
+            return 1 if self._is_outside(name, group < n_fetchable) else None
 
         while True:
             end = gap = 0  # `gap`: the place behind the last unknown page of a group with a window

@@ -299,9 +299,16 @@ class ThreadedPageStore:
         """Nothing: `fetch` reads no disk."""
 
     @property
-    def most_staged(self) -> int:
-        """Pages that `read_ahead` can have read at once; 0 before the file is open."""
-        return STAGED_BYTES // self._store.page_bytes if self.is_open else 0
+    def room_ahead(self) -> int:
+        """Pages that `read_ahead` can have read beside those that it has; 0 before the file is open."""
+        if not self.is_open:
+            return 0
+        n_reading = sum(page_hash in self._wanted for page_hash in self._reading)  # the others are not read any more
+        return max(0, STAGED_BYTES // self._store.page_bytes - len(self._staged) - n_reading)
+
+    def is_ahead(self, page_hash: PageHash) -> bool:
+        """Whether the page was read ahead, or will be, or waits to be written."""
+        return self.can_fetch(page_hash) or (page_hash in self._reading and page_hash in self._wanted)
 
     def read_ahead(self, hashes: Iterable[PageHash], is_use: bool = True) -> list[PageHash]:
         """Read pages, in order, up to the bound. Returns those to `release` later.
@@ -310,16 +317,17 @@ class ThreadedPageStore:
         """
         wanted: list[PageHash] = []
         new: list[PageHash] = []
+        room = self.room_ahead
         if not self.is_open:
             return wanted
         for page_hash in hashes:
-            known = page_hash in self._unwritten or page_hash in self._staged or page_hash in self._reading
-            if not known:
-                n_pages = len(self._staged) + len(self._reading) + 1
-                if self._store.is_read_paused or not self._has_room or n_pages * self._store.page_bytes > STAGED_BYTES:
+            if not self.is_ahead(page_hash):
+                if self._store.is_read_paused or not self._has_room or not room:
                     break
-                self._reading.add(page_hash)
-                new.append(page_hash)
+                room -= 1
+                if page_hash not in self._reading:  # or it is queued, and was not wanted any more
+                    self._reading.add(page_hash)
+                    new.append(page_hash)
             self._wanted[page_hash] += 1
             wanted.append(page_hash)
         if new:
