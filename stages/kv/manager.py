@@ -241,10 +241,10 @@ class Manager:
     def remove(self, freed: Sequence[tuple[PageHash, int]]) -> None:
         """Drop the pages of the places (hash, most uses) in the arena and in page files, unless sequences hold them.
 
-        A page of the arena that more sequences than these have held stays: requests without a session share it.
+        A page or a copy that more sequences than these have held stays: requests without a session share it.
         """
-        names = ((group_hash(one, group), most) for one, most in freed for group in range(self.groups.n_groups))
-        self.pool.remove(name for name, most in names if self.pool.uses(name) <= most)
+        for page_hash, most_uses in freed:
+            self.pool.remove([group_hash(page_hash, group) for group in range(self.groups.n_groups)], most_uses)
 
     def is_suspect(self, sequence: str) -> bool:
         """Whether the sequence's lease was refused, and the scheduler has not released it yet."""

@@ -98,11 +98,12 @@ class Plain:
         return True
 
     def remove(self, names: list[Name]) -> None:
-        """Remove these pages from the disk, and from the arena if no sequence holds them."""
+        """Remove these pages from the disk and from the arena, but for those that a sequence holds."""
         for name in names:
+            if name in self.pages and self.pages[name].refs:
+                continue
+            self.pages.pop(name, None)
             self.disk.pop(name, None)
-            if name in self.pages and self.pages[name].refs == 0:
-                del self.pages[name]
 
     def expire(self, before: int, idle_on_disk: list[Name]) -> None:
         """Remove pages unused since `before`, and idle copies except those of pages that stay."""

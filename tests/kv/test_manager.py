@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shm.pages import PAGE_FREE
+from shm.prefix_hash import PageHash
 from stages.kv.lease import Denial, Grant, LeaseClaim
 from stages.kv.pool.page_headers import PageHeaders
 from stages.kv.storage.disk_store import DiskPageStore
@@ -137,6 +138,46 @@ def test_the_end_of_a_session_drops_no_page_that_other_requests_share() -> None:
     w.m.remove([(page_hash, 2) for page_hash in w.m.sharable_hashes(np.array(words(1, 2, 3, 4), np.int32))[::-1]])
     assert w.counts() == (6, 2, 0)
     assert w.run("c", words(1, 2, 3)) == 2
+
+
+def on_disk(path: Path) -> tuple[World, DiskPageStore, list[PageHash]]:
+    """A page file with the pages that 20 requests share, and one of a session's turn; no page is in the arena."""
+    store = DiskPageStore(path, {}, PAGE_BYTES, 400 * PAGE_BYTES, 1)
+    w = World(n_pages=8)
+    w.m.pool.stores = [store]
+    w.m.pool.spill = store
+    for i in range(20):
+        w.run(f"r{i}", words(1, 2))
+    w.run("turn 1", words(1, 2, 3))
+    assert w.m.pool.make_room(8)
+    hashes = w.m.sharable_hashes(np.array(words(1, 2, 3), np.int32))
+    assert all(page_hash in store for page_hash in hashes)
+    return w, store, hashes
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_the_end_of_a_session_drops_no_copy_that_other_requests_share(tmp_path: Path, turns: int) -> None:
+    w, store, hashes = on_disk(tmp_path / "pages")
+    if turns == 2:  # this one reads them back
+        w.run("turn 2", words(1, 2, 3))
+    w.m.remove([(page_hash, turns) for page_hash in reversed(hashes)])
+    assert [page_hash in store for page_hash in hashes] == [True, True, False]
+    assert w.run("next", words(1, 2)) == 2
+    w.m.check()
+    store.close()
+
+
+def test_a_page_that_a_sequence_holds_keeps_its_copy(tmp_path: Path) -> None:
+    """Its header says that there is one: without it the page would not be saved again."""
+    w, store, hashes = on_disk(tmp_path / "pages")
+    w.acquire("live", words(1, 2, 3))
+    w.m.remove([(page_hash, 99) for page_hash in reversed(hashes)])
+    assert all(page_hash in store for page_hash in hashes)
+    w.m.release("live", 3 * PAGE_TOKENS)
+    w.m.remove([(page_hash, 99) for page_hash in reversed(hashes)])
+    assert w.counts() == (8, 0, 0) and not len(store)
+    w.m.check()
+    store.close()
 
 
 def test_fragmentation_is_the_share_of_leased_positions_without_a_token() -> None:

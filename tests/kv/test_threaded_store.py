@@ -100,6 +100,23 @@ def test_removal_and_saving_again(store: ThreadedPageStore) -> None:
     assert len(store) == 0
 
 
+def test_a_page_that_more_sequences_have_held_is_not_removed(store: ThreadedPageStore, gate: threading.Event) -> None:
+    """Before it is written, and in the file, where its record has uses that were added."""
+    page_hash, record, content = page(1)
+    assert store.save(page_hash, record, content)
+    store.remove(page_hash, 0)
+    assert page_hash in store
+    gate.set()
+    store.add_uses([(page_hash, 5, 1)])
+    store.remove(page_hash, 5)
+    wait(store, lambda: not store.is_busy and not store._removed)
+    assert read(store, 1) == content.tobytes()
+    store.remove(page_hash, 6)
+    assert page_hash not in store
+    wait(store, lambda: not store._removed)
+    assert len(store) == 0
+
+
 def test_a_page_that_cannot_be_written_is_reported(store: ThreadedPageStore, lost: list[PageHash]) -> None:
     def fail(_: int) -> bool:
         raise OSError(28, "No space left on device")

@@ -70,6 +70,9 @@ def unpack_identity(record: bytes) -> PageIdentity | None:
     return PageIdentity(*IDENTITY.unpack(record[:_CHECK_AT]))
 
 
+MAX_USES = 0xFFFF_FFFF  # that a header counts
+
+
 class PageHeaders:
     """Views over `headers` (n_pages, PAGE_HEADER) u8, contiguous."""
 

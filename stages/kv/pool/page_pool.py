@@ -17,7 +17,7 @@ from shm.layer_groups import NO_PAGE, ONE_GROUP, LayerGroups
 from shm.pages import KvArena
 from shm.prefix_hash import PageHash, group_hash
 from stages.kv.pool.extents import PageMemory
-from stages.kv.pool.page_headers import PageIdentity
+from stages.kv.pool.page_headers import MAX_USES, PageIdentity
 from stages.kv.pool.page_source import PageSource, PageStore
 from stages.kv.pool.page_table import CACHED, PageTable
 
@@ -104,7 +104,8 @@ class PagePool:
         self.counters = PoolCounters()
         self._n_full = 0
         self._warmed: set[PageHash] = set()  # pages that were warmed and that no sequence has held since
-        self._to_remove: list[PageHash] = []  # when all sequences that may hold these pages are known
+        # Pages and their most uses, to be removed when all sequences that may hold them are known.
+        self._to_remove: list[tuple[PageHash, int]] = []
 
     @property
     def free(self) -> int:
@@ -375,34 +376,33 @@ class PagePool:
                     store.remove(page_hash)
         return len(pages)
 
-    def remove(self, hashes: Iterable[PageHash]) -> int:
+    def remove(self, hashes: Iterable[PageHash], most_uses: int = MAX_USES) -> int:
         """Free the cached pages with these hashes and remove their copies. Returns the number of pages freed.
 
-        After a restart that waits for the reconciliation.
+        Pages that sequences hold stay, with their copies; so does what more than `most_uses` have held, each page and
+        copy by its own count.  After a restart that waits for the reconciliation.
         """
         if not self.table.may_free:
-            self._to_remove += hashes
+            self._to_remove += [(page_hash, most_uses) for page_hash in hashes]
             return 0
         count = 0
         for page_hash in hashes:
-            for store in self.stores:
-                store.remove(page_hash)
             page = self.table.get_cached_page(page_hash)
-            if page is not None and self.table.state(page) == CACHED:
+            if page is not None:
+                if self.table.state(page) != CACHED or self.headers.uses(page) > most_uses:
+                    continue
                 self.table.evict(page)
                 count += 1
+            for store in self.stores:
+                store.remove(page_hash, most_uses)
         return count
 
     def free_unclaimed(self) -> None:
         """After a restart: all sequences are known."""
         self.table.free_unclaimed()
-        hashes, self._to_remove = self._to_remove, []
-        self.remove(hashes)
-
-    def uses(self, page_hash: PageHash) -> int:
-        """Sequences that have held a page of the arena; 0: it is not there."""
-        page = self.table.get_cached_page(page_hash)
-        return 0 if page is None else self.headers.uses(page)
+        pages, self._to_remove = self._to_remove, []
+        for page_hash, most_uses in pages:
+            self.remove([page_hash], most_uses)
 
     def invalidate(self, page: int) -> None:
         """A cached page, which a sequence may hold, was found damaged."""

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from shm.prefix_hash import PageHash
-from stages.kv.pool.page_headers import PageIdentity
+from stages.kv.pool.page_headers import MAX_USES, PageIdentity
 
 
 class PageSource(Protocol):
@@ -37,8 +37,8 @@ class PageStore(PageSource, Protocol):
     def touch(self, page_hash: PageHash) -> None:
         """Count a use of a copy."""
 
-    def remove(self, page_hash: PageHash) -> None:
-        """Remove a copy, if there is one."""
+    def remove(self, page_hash: PageHash, most_uses: int = MAX_USES) -> None:
+        """Remove a copy, if there is one and no more sequences have held it."""
 
     def idle(self, before_ns: int) -> list[PageHash]:
         """Copies whose last use was before `before_ns` (ns since 1970), oldest first."""

@@ -29,8 +29,8 @@ from pipeline import procfs
 from pipeline.faults import points
 from pipeline.files import make_directory, sync_directory
 from shm.prefix_hash import PageHash
-from stages.kv.pool.page_headers import PageIdentity
-from stages.kv.storage.page_file import BLOCK, EXTENT_CELLS, CellLayout
+from stages.kv.pool.page_headers import MAX_USES, PageIdentity
+from stages.kv.storage.page_file import BLOCK, EXTENT_CELLS, CellLayout, n_uses
 from stages.kv.storage.page_file_writer import PageFileWriter
 from stages.kv.storage.page_ranking import RankedPage, most_used
 
@@ -309,10 +309,21 @@ class DiskPageStore:
         """Whether `fetch` gives this page, unless it is damaged."""
         return page_hash in self._cell_of and not self.is_read_paused
 
-    def remove(self, page_hash: PageHash) -> None:
-        """Remove a page, if it is there."""
-        if page_hash in self._cell_of:
-            self._drop(page_hash)
+    def remove(self, page_hash: PageHash, most_uses: int = MAX_USES) -> None:
+        """Remove a page, if it is there and no more sequences have held it."""
+        cell = self._cell_of.get(page_hash)
+        if cell is None:
+            return
+        if most_uses < MAX_USES:
+            try:
+                if n_uses(self._file.record(cell)) > most_uses:
+                    return
+            except OSError as error:  # it is of no use then
+                log.warning(
+                    "the record of a page on disk cannot be read",
+                    extra={"path": str(self.path), "cell": cell, "reason": str(error)},
+                )
+        self._drop(page_hash)
 
     def _read(self, cell: int, page_hash: PageHash, out: np.ndarray) -> PageIdentity | None:
         """Copy a page into `out`. None, with `out` undefined: it is damaged, or the disk cannot read it."""

@@ -29,7 +29,7 @@ import numpy as np
 
 from shm.identity_block import BLOCK_BYTES, decode_identity, encode_identity
 from shm.pages import HEADER, PAGE_FULL, PAGE_RECORD
-from stages.kv.pool.page_headers import PageIdentity, checksum, unpack_identity
+from stages.kv.pool.page_headers import MAX_USES, PageIdentity, checksum, unpack_identity
 
 BLOCK = BLOCK_BYTES
 EXTENT_CELLS = BLOCK // PAGE_RECORD  # most cells of an extent
@@ -105,14 +105,18 @@ def last_use_ns(record: bytes) -> int:
     return int.from_bytes(record[_LAST_USE_AT : _LAST_USE_AT + 8], "little")
 
 
+def n_uses(record: bytes) -> int:
+    """Sequences that have held the page, as far as they are in its record."""
+    return int.from_bytes(record[_USES_AT : _USES_AT + 4], "little")
+
+
 def with_uses(record: bytes, count: int, last_use_ns: int) -> tuple[int, bytes]:
     """`count` more uses of a page: (offset in the record, new bytes there). The page's identity is not part of them."""
-    old = int.from_bytes(record[_USES_AT : _USES_AT + 4], "little")
     changed = bytearray(record[_LAST_USE_AT : _USES_AT + 4])
     changed[:8] = max(last_use_ns, int.from_bytes(record[_LAST_USE_AT : _LAST_USE_AT + 8], "little")).to_bytes(
         8, "little"
     )
-    changed[-4:] = min(old + count, 0xFFFF_FFFF).to_bytes(4, "little")
+    changed[-4:] = min(n_uses(record) + count, MAX_USES).to_bytes(4, "little")
     return _LAST_USE_AT, bytes(changed)
 
 

@@ -22,8 +22,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from shm.prefix_hash import PageHash
-from stages.kv.pool.page_headers import PageIdentity, checksum, unpack_identity
+from stages.kv.pool.page_headers import MAX_USES, PageIdentity, checksum, unpack_identity
 from stages.kv.storage.disk_store import DiskPageStore, StoreCounters
+from stages.kv.storage.page_file import n_uses
 from stages.kv.storage.page_ranking import RankedPage
 
 log = logging.getLogger("starling.kv")
@@ -212,16 +213,19 @@ class ThreadedPageStore:
             if page_hash in self._store:
                 self._store.touch(page_hash)
 
-    def remove(self, page_hash: PageHash) -> None:
-        """Remove a page, if it is there."""
+    def remove(self, page_hash: PageHash, most_uses: int = MAX_USES) -> None:
+        """Remove a page, if it is there and no more sequences have held it. Until that is known it is not there."""
         if page_hash not in self:
             return
-        self._unwritten.pop(page_hash, None)
+        if page_hash in self._unwritten:
+            if n_uses(self._unwritten[page_hash][0]) > most_uses:
+                return
+            del self._unwritten[page_hash]
         self._removed[page_hash] += 1
 
         def remove() -> None:
             try:
-                self._store.remove(page_hash)
+                self._store.remove(page_hash, most_uses)
             finally:
                 self._finish(_Result("remove", page_hash))
 
