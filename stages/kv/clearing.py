@@ -1,6 +1,7 @@
 """Drops cached pages while the server runs: those in the arena, in the spill file and in the state directory.
 
-    arena   page by page: cached ones are freed, those that a sequence holds stay
+    arena   page by page: cached ones are freed, those that a sequence holds stay. Between a restart and the
+            reconciliation (manager.py) it is not known which those are: then the others are freed after it
     find    the thread of each page file lists its pages; with an owner it reads their records
     remove  page by page, except for those that are in the arena: a sequence holds them, or came back for them
 
@@ -31,6 +32,7 @@ class ClearedPages(msgspec.Struct):
     arena: int = 0  # pages freed in memory
     disk: int = 0  # pages removed from page files
     in_use: int = 0  # pages that sequences hold
+    later: int = 0  # pages in memory that are dropped after the reconciliation, but for those that sequences hold
     page_bytes: int = 0
 
 
@@ -58,10 +60,6 @@ class Clearing:
         for pages in models:
             manager, geometry = pages.manager, pages.geometry
             if manager is None or geometry is None:
-                continue
-            while pages.manager is manager and not manager.pool.table.may_free:
-                yield False  # until the scheduler has named its leases
-            if pages.manager is not manager:
                 continue
             others: frozenset[PageHash] = frozenset()
             if owner is not None:
@@ -101,10 +99,13 @@ class Clearing:
                 yield True
                 if pages.manager is not manager:
                     return
-            state = table.state(page)
-            if table.hash_of(page) is None or (others and headers.lease_of(page)[0] in others):
+            state, page_hash = table.state(page), table.hash_of(page)
+            if page_hash is None or (others and headers.lease_of(page)[0] in others):
                 continue
-            if state == CACHED:
+            if state == CACHED and not table.may_free:
+                manager.pool.remove([page_hash])
+                report.later += 1
+            elif state == CACHED:
                 table.evict(page)
                 report.arena += 1
             elif state == LEASED:

@@ -27,7 +27,7 @@ POLL_S = 0.05
 @click.command(
     epilog=exit_codes(
         {
-            0: "every unused page is dropped",
+            0: "every unused page is dropped, or will be when it is known to be unused",
             1: "no kv stage answers, another clearing is under way, or it has not ended within --timeout",
             2: "no such model",
         }
@@ -62,6 +62,12 @@ def clear(model: str, tenant: str, timeout: float, as_json: bool) -> int:
                 f"({megabytes:.1f} MB); {one['in_use']} in use stay",
                 2,
             )
+            if one.get("later"):  # a stage of an older release has none
+                print_wrapped(
+                    f"{one['model']}: {one['later']} more in memory, of before a restart, are dropped when the "
+                    "scheduler has a ready worker and has named those in use",
+                    2,
+                )
         if not report["done"]:
             complain(f"not complete within {timeout:g} s; it goes on")
     return EXIT_OK if report["done"] else EXIT_FATAL

@@ -17,6 +17,7 @@ from stages.kv.lease import Grant, LeaseClaim
 from stages.kv.pool.arena import scan
 from stages.kv.pool.extents import Extents
 from stages.kv.pool.page_headers import PageHeaders
+from stages.kv.storage.disk_store import DiskPageStore
 from tests.kv.manager_world import World, words
 from tests.kv.world import DIGEST, GEOMETRY, PAGE_BYTES, PAGE_TOKENS, Clock, FakeRows, contents, manager
 
@@ -38,15 +39,58 @@ def test_nothing_becomes_free_before_the_scheduler_has_named_its_leases() -> Non
     w.m.remove([(page_hash, 99) for page_hash in hashes])  # sessions expire meanwhile
     pages: Any = SimpleNamespace(manager=w.m, geometry=GEOMETRY, model=SimpleNamespace(name="m"), stores=list)
     clearing = Clearing([pages], None, frozenset())
-    assert not clearing.step() and not clearing.is_done
+    for _ in range(100):
+        clearing.step()
+    assert clearing.is_done
+    assert (clearing.reports[0].arena, clearing.reports[0].in_use, clearing.reports[0].later) == (0, 0, 4)
     assert w.counts() == (3, 4, 1)
     assert w.m.reconcile([LeaseClaim("a", 0, 49, held.pages)]) == []
-    assert w.m.pool.expire() == 1  # b's: nothing else is unused
-    while not clearing.is_done:
-        clearing.step()
-    assert (clearing.reports[0].arena, clearing.reports[0].in_use) == (0, 3)
     w.m.check()
+    assert w.counts() == (4, 0, 4)  # b's is dropped: nothing else is unused
+
+
+def test_pages_that_are_unused_for_too_long_expire_after_the_reconciliation() -> None:
+    w = World(ttl_ns=1000)
+    held = w.acquire("a", words(1, 2, 3))
+    assert isinstance(held, Grant)
+    w.m.commit("a", 49)
+    w.run("b", words(7))
+    w.clock.now += 2000
+    w.restart()
+    assert w.m.pool.expire() == 0
+    assert w.m.reconcile([LeaseClaim("a", 0, 49, held.pages)]) == []
+    assert w.m.pool.expire() == 1
     assert w.counts() == (4, 0, 4)
+
+
+def test_a_model_whose_leases_are_not_named_keeps_no_other_from_being_cleared(tmp_path: Path) -> None:
+    """Its worker may never become ready."""
+    down, up = World(), World()
+    store = DiskPageStore(tmp_path / "pages", {}, PAGE_BYTES, 400 * PAGE_BYTES, 1)
+    down.m.pool.stores = [store]
+    down.run("a", words(1, 2))
+    up.run("b", words(3))
+    (page,) = down.m.sharable_hashes(np.array(words(1), np.int32))
+    at = down.m.pool.table.get_cached_page(page)
+    assert at is not None
+    assert store.save(page, down.m.pool.headers.record(at), down.arena.pages[at])
+    down.restart()
+    down.m.pool.stores = [store]
+
+    def pages(w: World, name: str) -> Any:
+        return SimpleNamespace(manager=w.m, geometry=GEOMETRY, model=SimpleNamespace(name=name), stores=list)
+
+    clearing = Clearing([pages(down, "down"), pages(up, "up")], None, frozenset())
+    for _ in range(100):
+        clearing.step()
+    assert clearing.is_done
+    assert [(one.model, one.arena, one.later) for one in clearing.reports] == [("down", 0, 2), ("up", 1, 0)]
+    assert up.counts() == (8, 0, 0)
+    assert down.counts() == (6, 2, 0) and page in store
+    down.m.reconcile([])
+    assert down.counts() == (8, 0, 0) and page not in store
+    down.m.check()
+    store.close()
 
 
 def test_pages_of_sessions_that_end_before_the_reconciliation_are_dropped_after_it() -> None:

@@ -403,6 +403,8 @@ class PagePool:
         pages, self._to_remove = self._to_remove, []
         for page_hash, most_uses in pages:
             self.remove([page_hash], most_uses)
+        if pages:
+            self.shrink()
 
     def invalidate(self, page: int) -> None:
         """A cached page, which a sequence may hold, was found damaged."""
