@@ -21,6 +21,13 @@ def held(snapshots):
     return merge(snapshots)
 e.merge = held
 """
+# What is asked for, instead of metrics.
+SHOWN = """
+from pipeline.observe.scrapes import Scrapes
+async def body(self, variant):
+    return str(variant.is_paced).encode()
+Scrapes.body = body
+"""
 BODY = {"model": MODEL, "prompt": "abc", "max_tokens": 3, "seed": 1, "ignore_eos": True}
 
 
@@ -39,3 +46,18 @@ def test_requests_are_served_while_metrics_are_rendered(make_server: MakeServer,
     (answer,) = scraped
     assert (answer.status, answer.headers["Content-Type"]) == (200, CONTENT_TYPE)
     assert b"starling_requests_in_flight 0.0\n" in answer.body, "of the moment before"
+
+
+def test_keys_that_may_read_metrics_wait_for_no_pause(make_server: MakeServer) -> None:
+    server = make_server(
+        preamble=SHOWN, auth={"api_keys": [{"key": "sk-admin", "admin": True}, {"key": "sk-plain", "tenant": "a"}]}
+    )
+    for kind in ("text/plain", "application/openmetrics-text"):
+        admin = server.get("/metrics", {"Authorization": "Bearer sk-admin", "Accept": kind})
+        plain = server.get("/metrics", {"Authorization": "Bearer sk-plain", "Accept": kind})
+        assert (admin.body, plain.body, server.get("/metrics", {"Accept": kind}).body) == (b"False", b"True", b"True")
+
+
+def test_without_keys_all_scrapes_are_paced(make_server: MakeServer) -> None:
+    server = make_server(preamble=SHOWN)
+    assert server.get("/metrics").body == server.get("/metrics", {"X-Api-Key": "sk-admin"}).body == b"True"

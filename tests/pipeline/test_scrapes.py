@@ -11,6 +11,7 @@ import pytest
 from pipeline.observe.scrapes import MAX_PAUSE_S, PAUSE, Scrapes, Variant
 
 SUMS, TENANTS = Variant(False), Variant(True)
+AT_ONCE = Variant(True, is_paced=False)
 
 
 class Renderer:
@@ -26,6 +27,8 @@ class Renderer:
         self.go = threading.Event()
         self.go.set()
         self.begun: asyncio.Event | None = None
+        self.pausing: asyncio.Event | None = None
+        self.resume: asyncio.Event | None = None
         self.scrapes = Scrapes(self._prepare, lambda: self.now, self._pause)
 
     def _prepare(self, variant: Variant) -> Callable[[], bytes]:
@@ -48,6 +51,9 @@ class Renderer:
         self.pauses.append(round(seconds, 6))
         self.now += seconds
         await asyncio.sleep(0)
+        if self.pausing is not None and self.resume is not None:
+            self.pausing.set()
+            await self.resume.wait()
 
 
 @pytest.fixture
@@ -82,6 +88,35 @@ async def test_rendering_takes_a_part_of_the_time(renderer: Renderer, takes_s: f
     renderer.now += 60
     await renderer.scrapes.body(SUMS)
     assert renderer.pauses[-1] == 0.0, "a scraper that comes seldom does not wait"
+
+
+async def test_some_are_next_after_the_rendering_under_way(renderer: Renderer) -> None:
+    renderer.go.clear()
+    renderer.begun = asyncio.Event()
+    paced = [asyncio.create_task(renderer.scrapes.body(SUMS))]
+    await renderer.begun.wait()
+    paced += [asyncio.create_task(renderer.scrapes.body(one)) for one in (TENANTS, SUMS)]
+    at_once = [asyncio.create_task(renderer.scrapes.body(AT_ONCE)) for _ in range(2)]
+    await asyncio.sleep(0)
+    renderer.go.set()
+    assert await asyncio.gather(*at_once) == [b"2", b"2"]
+    assert await asyncio.gather(*paced) == [b"1", b"3", b"4"]
+    assert renderer.made == [SUMS, AT_ONCE, TENANTS, SUMS]
+
+
+async def test_some_are_rendered_in_a_pause_of_others_and_do_not_extend_it(renderer: Renderer) -> None:
+    renderer.takes_s = 0.5
+    await renderer.scrapes.body(SUMS)
+    renderer.pausing, renderer.resume = asyncio.Event(), asyncio.Event()
+    paced = [asyncio.create_task(renderer.scrapes.body(one)) for one in (SUMS, TENANTS)]
+    await renderer.pausing.wait()
+    assert [await renderer.scrapes.body(AT_ONCE) for _ in range(2)] == [b"2", b"3"]
+    renderer.resume.set()
+    assert await asyncio.gather(*paced) == [b"4", b"5"]
+    await renderer.scrapes.body(AT_ONCE)
+    renderer.now += MAX_PAUSE_S
+    await renderer.scrapes.body(SUMS)
+    assert renderer.pauses == [0.0, MAX_PAUSE_S, MAX_PAUSE_S, 0.0]
 
 
 async def test_a_client_that_leaves_takes_no_body_from_others(renderer: Renderer) -> None:

@@ -29,15 +29,16 @@ async def ready(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     """GET `metrics.endpoint`: the metrics of all stages in the Prometheus text format, or in OpenMetrics.
 
-    Where there are API keys, only one with the scope metrics gets a series for each tenant. Raises `Unauthenticated`,
-    and `Forbidden` for a key of the key file without the scope.
+    Where there are API keys, only one with the scope metrics gets a series for each tenant, and waits for no pause.
+    Raises `Unauthenticated`, and `Forbidden` for a key of the key file without the scope.
     """
     service = request.app[SERVICE]
     await service.api_keys.follower.refresh()
     headers = request.headers
     shows_tenants = service.api_keys.shows_tenants(headers.get("Authorization"), headers.get("X-Api-Key"))
     is_open_metrics = accepts_open_metrics(", ".join(headers.getall("Accept", ())))
-    body = await request.app[SCRAPES].body(Variant(shows_tenants, is_open_metrics))
+    is_paced = not (service.api_keys and shows_tenants)  # without keys all clients see tenants
+    body = await request.app[SCRAPES].body(Variant(shows_tenants, is_open_metrics, is_paced))
     kind = exposition.OPEN_METRICS_TYPE if is_open_metrics else exposition.CONTENT_TYPE
     return web.Response(body=body, headers={"Content-Type": kind})
 
