@@ -1,4 +1,4 @@
-"""The parameters of URLs: a name that is not read is refused, as in bodies. Pure."""
+"""The parameters of URLs: a name that is not read is refused, as in bodies, but for hints. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from collections.abc import Collection, Mapping
 
 from pipeline.errors import InvalidRequest
 
+# OpenAI's client for Azure adds it to all URLs, also to those whose parameters are not read.
+_HINTS = ("api-version",)
 _NUMBER = re.compile("-1|[0-9]{1,12}")  # a sequence number; -1: before the first
 
 
 def check_names(query: Mapping[str, str], names: Collection[str]) -> None:
-    """Raise `InvalidRequest` for a parameter that is not among `names`, or is given twice."""
+    """Raise `InvalidRequest` for a parameter that is not among `names` and no hint, or is given twice."""
     given = set[str]()
     for name, _ in query.items():  # of a `MultiDict` also those that are repeated, unlike the keys
+        if name in _HINTS:
+            continue
         if name not in names:
             raise InvalidRequest(
                 f"{name[:80]!r} is no parameter of this URL, which has {', '.join(names)}; leave it out", name[:80]

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import msgspec
+import openai
 import pytest
 
 from pipeline.api.conversation_object import stored_items
@@ -145,3 +146,23 @@ def test_no_padding_is_asked_for(server: Server) -> None:
     name = server.post(PATH, said("x")).json["id"]
     response = server.get(f"{PATH}/{name}?include_obfuscation=false&stream=false")
     assert json.loads(response.body)["id"] == name
+
+
+def test_the_client_for_azure_reads_what_it_has_made(server: Server) -> None:
+    """It adds `api-version` to each URL."""
+    base = f"http://127.0.0.1:{server.port}/v1"
+    with openai.AzureOpenAI(base_url=base, api_key="none", api_version="2024-10-21", max_retries=0) as azure:
+        client: Any = azure  # the unions of its items are wide
+        body = said("x")
+        made = client.responses.create(model=body["model"], input=body["input"], stream=True, background=True)
+        events = list(made)
+        name = events[0].response.id
+        again = client.responses.retrieve(name, stream=True, starting_after=events[1].sequence_number)
+        assert [event.type for event in again] == [event.type for event in events[2:]]
+        assert client.responses.retrieve(name).output_text == "x"
+        items = client.responses.input_items.list(name, limit=1, order="asc").data
+        assert [item.content[0].text for item in items] == ["please say x"]
+        talk = client.conversations.create(items=[{"role": "user", "content": "a", "type": "message"}])
+        listed = client.conversations.items.list(talk.id, limit=1).data
+        assert [item.content[0].text for item in listed] == ["a"]
+        client.responses.delete(name)
