@@ -1,13 +1,14 @@
 """Further copies of a model whose agents are all full: which agents may load one, and who gets room that comes earlier.
 
 A copy is loaded where nothing is computed, queued or loading.  Requests that wait for it stand in a line for the
-agents that have the model: when one of their requests ends, the first in the line is woken, and chooses an agent again.
+agents that have the model: when one of their requests ends, the first in the line is woken, and chooses an agent again;
+if that room is at an agent that cannot serve it, as with an answer that another version has begun, the next one is.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from pipeline.fleet.bodies import HeartbeatResponse
 from pipeline.fleet.model_states import LOADING_STATES
@@ -90,7 +91,20 @@ class RoomLines:
 
     def wake(self, model: str) -> None:
         """An agent has room for one request of the model."""
-        for turn in self._lines.get(model, ()):
-            if not turn.come.done():
-                turn.come.set_result(None)
-                return
+        _wake_first(self._lines.get(model, ()))
+
+    def pass_on(self, turn: Turn) -> None:
+        """The request was woken for room that it cannot use: the next one behind it is woken."""
+        behind = iter(self._lines[turn.model])
+        for one in behind:
+            if one is turn:
+                break
+        _wake_first(behind)
+
+
+def _wake_first(turns: Iterable[Turn]) -> None:
+    """Wake the first one that is not woken."""
+    for turn in turns:
+        if not turn.come.done():
+            turn.come.set_result(None)
+            return

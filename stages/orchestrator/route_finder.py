@@ -17,6 +17,8 @@ from pipeline.api.output_tokens import RELAY, read_relay
 from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded, StarlingError, cancelled_by_client
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.forward import Bounds, Forward, NotRefused, Out, Tries
+from stages.orchestrator.further_copies import Turn
+from stages.orchestrator.interfaces import RoutedRequest
 from stages.orchestrator.key_claims import KeyClaims
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.router import Route, ScoreRouter
@@ -148,6 +150,17 @@ class RouteFinder:
         if self._registry.answer_of(agent_id) is not None:
             tries.excluded.discard(agent_id)
 
+    def _finds_room(self, turn: Turn, forward: Forward, tries: Tries) -> bool:
+        """Whether there is room for a request in a line. Room that only others can use is passed on to them."""
+        was_woken = turn.come.done()
+        turn.reset()
+        if self._router.has_room(tries.routed(forward)):
+            return True
+        # Without this check each request of a line would be woken for room that a new one has taken.
+        if was_woken and self._router.has_room(RoutedRequest(request_id=forward.id, model=turn.model)):
+            self._router.room.pass_on(turn)
+        return False
+
     async def _load(self, route: Route, forward: Forward, tries: Tries, out: Out | None) -> None:
         """Wait until the model is loaded; a further copy, or until an agent that has the model has room again."""
         model = forward.routed.model
@@ -172,10 +185,8 @@ class RouteFinder:
                 done, _ = await asyncio.wait(waited, timeout=COMMENT_S, return_when=asyncio.FIRST_COMPLETED)
                 if waiter.done() or cancelled.done():
                     break
-                if turn is not None:
-                    turn.reset()
-                    if self._router.has_room(tries.routed(forward)):
-                        return
+                if turn is not None and self._finds_room(turn, forward, tries):
+                    return
                 if tries.was_lost and (returned := self._router.ready_of(tries.excluded, model)):
                     tries.excluded.difference_update(returned)
                     return

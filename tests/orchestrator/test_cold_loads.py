@@ -19,10 +19,9 @@ from stages.orchestrator.forward import Bounds, Forward, StillLoading, Tries
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.router import Published
-from stages.orchestrator.score import version_of
 from stages.orchestrator.stage import OrchestratorStage
 from tests.orchestrator.agents import MODEL, cached, engine, heartbeat, request, router, view
-from tests.orchestrator.loader import Loader
+from tests.orchestrator.loader import Full, Loader, lost_stream
 from tests.orchestrator.loopback_engine import Clock, WatchedClient
 
 
@@ -283,51 +282,6 @@ async def test_a_request_that_waits_for_a_load_is_cancelled_and_the_load_goes_on
     assert await other == "A" and loader.cold.n_waiting == 0
 
 
-class Full:
-    """The agent A has the model and as many requests as it may have; the others are idle. Finds routes."""
-
-    def __init__(self, *idle: str, max_waiting: int = 100) -> None:
-        async def poll(record: object) -> HeartbeatResponse:
-            return heartbeat("A")
-
-        self.loader, self.clock = Loader(max_waiting), Clock()
-        self.cold = self.loader.cold
-        self.idle = [view(name, cached_models=(cached(),)) for name in idle]
-        self.routing = router(view("A", engine()), *self.idle, max_per_agent=1)
-        self.routing.loading_at, self.routing.failed_at = self.cold.agents_of, self.cold.failed_at
-        bounds = Bounds(1.0, 1000.0)
-        self.registry = Registry(poll, self.clock)
-        self.relay = Relay(WatchedClient(), self.routing, self.registry, self.cold, bounds, self.clock, self.clock.wait)
-        self.first = self.routing.choose(request())
-        self.routing.begin(self.first, request())
-
-    def find(self, name: str, tries: Tries | None = None) -> asyncio.Task[str]:
-        """Find a route, and use it: the agent."""
-
-        async def found() -> str:
-            sent = Forward(routed=request(name), path="/v1/generate", body=b"{}", headers={})
-            route = await self.relay.routes.find(sent, tries or Tries(self.clock), None)
-            self.routing.begin(route, sent.routed)
-            return route.agent_id
-
-        return asyncio.ensure_future(found())
-
-    async def waiting(self, count: int) -> None:
-        """So many wait for a load that has begun."""
-        await self.loader.begun(MODEL)
-        while self.cold.n_waiting != count:
-            await asyncio.sleep(0)
-
-    def end(self) -> None:
-        """A request of A ends."""
-        self.routing.end(self.first, request())
-
-    def loaded(self, name: str) -> None:
-        """The load has ended, and the table has it."""
-        self.routing.update_routing_table([view("A", engine()), view(name, engine())])
-        self.loader.ends[MODEL].set_result(None)
-
-
 @pytest.fixture
 def without_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits is woken, and does not look for room from time to time."""
@@ -457,12 +411,7 @@ async def test_a_stream_that_has_lost_its_agent_waits_for_a_further_copy_as_well
     made = Full("B", "C", max_waiting=2)  # one for a model
     new = made.find("req-0")
     await made.waiting(1)
-    tries = Tries(made.clock)
-    tries.version = version_of(engine())
-    tries.advanced()
-    tries.failed("gone", ModelUnavailable("it stopped answering"))
-    tries.was_lost = True
-    begun = made.find("req-1", tries)
+    begun = made.find("req-1", lost_stream(made.clock))
     while made.cold.n_waiting != 2:
         assert not begun.done()
         await asyncio.sleep(0)

@@ -8,13 +8,13 @@ import pytest
 
 from pipeline.errors import ModelUnavailable, StarlingError
 from pipeline.fleet.bodies import HeartbeatResponse
-from stages.orchestrator.forward import Bounds, Forward, NotRefused, Tries
+from stages.orchestrator import route_finder
+from stages.orchestrator.forward import Bounds, Forward, NotRefused
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.router import Route
-from stages.orchestrator.score import version_of
 from tests.orchestrator.agents import MODEL, cached, engine, heartbeat, request, router, view
-from tests.orchestrator.loader import Loader
+from tests.orchestrator.loader import Full, Loader, lost_stream
 from tests.orchestrator.loopback_engine import Clock, WatchedClient
 
 MOVE_S = 60.0  # for an agent to go on with a stream
@@ -36,13 +36,8 @@ class Lost:
         bounds = Bounds(1.0, MOVE_S)
         cold = self.loader.cold
         relay = Relay(WatchedClient(), self.routing, registry, cold, bounds, self.clock, self.clock.wait)
-        self.tries = Tries(self.clock)
-        self.tries.version = version_of(engine())
-        self.tries.advanced()
-        self.tries.failed("gone", ModelUnavailable("it stopped answering"))
-        self.tries.was_lost = True
         sent = Forward(routed=request(), path="/v1/generate", body=b"{}", headers={})
-        self.finding = asyncio.ensure_future(relay.routes.find(sent, self.tries, None))
+        self.finding = asyncio.ensure_future(relay.routes.find(sent, lost_stream(self.clock), None))
 
     async def load(self, took_s: float, error: StarlingError | None = None, version: str = "f32") -> None:
         """The load that is under way ends, or has brought the model with this KV type."""
@@ -91,3 +86,22 @@ async def test_a_stream_waits_for_the_store_without_which_nothing_is_loaded() ->
     await made.load(LOAD_S, version="f16")
     assert (await made.result()).engine is not None
     assert made.clock.now < MOVE_S / 2 + LOAD_S + 2.0
+
+
+async def test_room_that_a_stream_cannot_use_goes_to_the_next_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first in the line was begun by another version than the one that has room."""
+    monkeypatch.setattr(route_finder, "COMMENT_S", 1000.0)
+    made = Full("B")
+    made.routing.update_routing_table([view("A", engine(numerics=2)), view("A2", engine()), *made.idle])
+    other = made.routing.choose(request("other"))
+    made.routing.begin(other, request("other"))
+    assert other.agent_id == "A2"
+    begun = made.find("begun", lost_stream(made.clock))
+    await made.waiting(1)
+    new = made.find("new")
+    await made.waiting(2)
+    made.end()
+    assert await new == "A" and not begun.done()
+    made.routing.end(other, request("other"))
+    assert await begun == "A2"
+    await made.cold.close()
