@@ -89,7 +89,7 @@ class RouteFinder:
                 if is_continued or not tries.may_load or (tries.was_lost and tries.is_late(self._bounds)):
                     tries.excluded.add(route.agent_id)  # an engine that is loaded now does not have it, or is too late
                 elif unasked:
-                    await self._ask_after(min(unasked), tries)
+                    await self._ask_after(min(unasked), route, forward, tries)
                 else:
                     await self._load(route, forward, tries, out)
             elif not forward.is_claimed or route.engine.continues_text or await self._has_claim(route, forward, tries):
@@ -139,16 +139,33 @@ class RouteFinder:
             await self._next_change(min(max(waited, FIRST_PAUSE_S), MOST_PAUSE_S))
         return False
 
-    async def _ask_after(self, agent_id: str, tries: Tries) -> None:
+    async def _ask_after(self, agent_id: str, route: Route, forward: Forward, tries: Tries) -> None:
         """Wait until an agent that has lost a stream has said whether it lives; or it does not answer, or has left.
 
-        If only the engine has ended, it starts again there: no other agent loads the model, which takes longer.
+        If only the engine has ended, it starts again there: no other agent loads the model, which takes longer.  If
+        others have the model ready, and are full, the stream does not wait any longer than until one has room.
         """
-        while self._registry.is_unsettled(agent_id):
-            await self._next_change(MOST_PAUSE_S)
+        turn = self._join(route, forward)
+        try:
+            while self._registry.is_unsettled(agent_id):
+                change = asyncio.ensure_future(self._next_change(MOST_PAUSE_S))
+                waited = {change} if turn is None else {change, turn.come}
+                try:
+                    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    change.cancel()
+                if turn is not None and self._finds_room(turn, forward, tries):
+                    return
+        finally:
+            if turn is not None:
+                self._router.room.leave(turn)
         tries.awaited.add(agent_id)
         if self._registry.answer_of(agent_id) is not None:
             tries.excluded.discard(agent_id)
+
+    def _join(self, route: Route, forward: Forward) -> Turn | None:
+        """The request's turn for room at the agents that have its model, if the route is to a further copy."""
+        return self._router.room.join(base_of(forward.routed.model)) if route.evict is None else None
 
     def _finds_room(self, turn: Turn, forward: Forward, tries: Tries) -> bool:
         """Whether there is room for a request in a line. Room that only others can use is passed on to them."""
@@ -164,7 +181,7 @@ class RouteFinder:
     async def _load(self, route: Route, forward: Forward, tries: Tries, out: Out | None) -> None:
         """Wait until the model is loaded; a further copy, or until an agent that has the model has room again."""
         model = forward.routed.model
-        turn = self._router.room.join(base_of(model)) if route.evict is None else None
+        turn = self._join(route, forward)
         agents, tenant = [route.agent_id], _tenant_of(forward)
         loaded = self._cold.wait(
             model,

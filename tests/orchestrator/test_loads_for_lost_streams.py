@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.errors import ModelUnavailable, StarlingError
 from pipeline.fleet.bodies import HeartbeatResponse
+from pipeline.fleet.records import AgentRecord
 from stages.orchestrator import route_finder
 from stages.orchestrator.forward import Bounds, Forward, NotRefused
 from stages.orchestrator.registry import Registry
@@ -104,4 +105,30 @@ async def test_room_that_a_stream_cannot_use_goes_to_the_next_one_that_waits(mon
     assert await new == "A" and not begun.done()
     made.routing.end(other, request("other"))
     assert await begun == "A2"
+    await made.cold.close()
+
+
+async def test_a_stream_takes_room_before_it_is_known_whether_its_agent_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No poll of that agent ends, and no other agent answers anything new."""
+    is_waiting = asyncio.Event()
+
+    async def wait(clock: Clock, seconds: float) -> None:
+        is_waiting.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Clock, "wait", wait)
+    monkeypatch.setattr(route_finder, "COMMENT_S", 1000.0)
+    made = Full("B")
+    await made.registry.register_node(AgentRecord(agent_id="gone", url="http://gone", incarnation="1"))
+    made.registry.suspect("gone", "it stopped answering")
+    begun = made.find("begun", lost_stream(made.clock))
+    await is_waiting.wait()
+    new = made.find("new")
+    await made.waiting(1)
+    made.end()
+    done, _ = await asyncio.wait({begun, new}, return_when=asyncio.FIRST_COMPLETED)
+    assert done == {begun} and await begun == "A"
+    assert made.registry.is_unsettled("gone")
+    new.cancel()
+    await asyncio.gather(new, return_exceptions=True)
     await made.cold.close()
