@@ -215,6 +215,10 @@ def test_a_response_in_the_background_ends_at_any_orchestrator(pair: Pair, engin
         assert orchestrator.get(f"{PATH}/{name}", OTHER).status == 404
         assert orchestrator.post(f"{PATH}/{name}/cancel", {}, OTHER).status == 404
         assert orchestrator.request("DELETE", f"{PATH}/{name}", None, MINE).status == 409
+        early = said("More", previous_response_id=name)
+        refused = orchestrator.post(PATH, early, MINE)
+        assert (refused.status, refused.error["param"]) == (409, "previous_response_id")
+        assert orchestrator.post(PATH, early, OTHER).status == 404
     for engine in engines:
         hold(engine, False)
     response = ended(second, name)

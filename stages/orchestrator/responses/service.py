@@ -136,13 +136,25 @@ class Responses:
                 raise other_body(key)
             previous = conversation.messages(before=request_id)
         elif fields.previous:
-            stored = await self.find(tenant, fields.previous, "previous_response_id")
-            previous = stored.messages
+            previous = (await self._previous(tenant, fields.previous)).messages
             if not previous:  # it has failed, and there was no room for its conversation
                 raise _missing(fields.previous, "previous_response_id")
         if len(previous) <= INLINE_MESSAGES:
             return self._joined(generation, fields, previous, salt)
         return await asyncio.to_thread(self._joined, generation, fields, previous, salt)
+
+    async def _previous(self, tenant: str, name: str) -> Stored:
+        """The response that a request continues.
+
+        Raises `Conflict` while it is generated in the background, `NotFound`, `StorageUnavailable`.
+        """
+        field = "previous_response_id"
+        self.request_of(tenant, name, field)
+        with suppress(NotFound):
+            return await self.find(tenant, name, field)
+        if await self.job(tenant, name) is not None:
+            raise Conflict(f"response {name!r} is being generated; wait for its end", field)
+        return await self.find(tenant, name, field)  # it may have ended since the first look
 
     def _joined(
         self, generation: GenerationRequest, fields: ResponseFields, previous: Sequence[dict[str, Any]], salt: str
@@ -253,10 +265,7 @@ class Responses:
 
     async def find(self, tenant: str, name: str, field: str = "") -> Stored:
         """A stored response. `field`: of the request that names it. Raises `NotFound`, `StorageUnavailable`."""
-        try:
-            self._check(tenant, name)
-        except NotFound:
-            raise _missing(name, field) from None
+        self.request_of(tenant, name, field)
         stored = await self._required("store").store.get(tenant, name)
         if stored is None:
             raise _missing(name, field)
@@ -272,12 +281,12 @@ class Responses:
         if found.conversation:
             await shared.conversations.forget_response(tenant, found.conversation, name)
 
-    def request_of(self, tenant: str, name: str) -> str:
+    def request_of(self, tenant: str, name: str, field: str = "") -> str:
         """The id of the request that makes or has made a response. Raises `NotFound`."""
         try:
             return self._check(tenant, name)
         except NotFound:
-            raise _missing(name) from None
+            raise _missing(name, field) from None
 
     def check_delete(self, name: str, *, is_running: bool) -> None:
         """Raises `Conflict` for a response that is being generated."""
