@@ -124,7 +124,7 @@ def test_a_call_ends_with_its_engine_and_a_whole_one_is_asked_for_again(hosts: H
     for agent in hosts.agents.values():
         agent.control("")
     assert received.count(b"tool_calls") == 3 and b"starling_replayed" not in received
-    error = json.loads(received.split(b"\n\n")[-2].partition(b"data: ")[2])["error"]
+    error = json.loads(received.split(b"\n\n")[-3].partition(b"data: ")[2])["error"]
     assert error["code"] == "MODEL_UNAVAILABLE" and "send the request again" in error["message"]
     assert sum(len(agent.requests()) for agent in hosts.agents.values()) == before
     hosts.ready()
@@ -207,7 +207,7 @@ def test_by_configuration_a_stream_ends_with_an_error(hosts: Hosts[Host], homes:
         received = response.read()
         connection.close()
         assert "".join(texts(received)) == expected(str(BODY["prompt"]), 3), received
-        last = json.loads(received.split(b"\n\n")[-2].partition(b"data: ")[2])
+        last = json.loads(received.split(b"\n\n")[-3].partition(b"data: ")[2])
         assert last["error"]["code"] == "MODEL_UNAVAILABLE" and "same answer" in last["error"]["message"]
     finally:
         for agent in hosts.agents.values():

@@ -336,7 +336,7 @@ def test_a_slow_client_is_dropped_and_does_not_delay_others(make_server: MakeSer
     server = make_server()
     server.wait_ready()
     server.peers.do(lambda: setattr(server.peers, "tokens_per_step", 200))
-    body = {**LONG, "max_tokens": 4000, "n": 16, "logprobs": 20}
+    body = {**LONG, "max_tokens": 1500, "n": 16, "logprobs": 20}
     stream = server.stream("/v1/generate", body)
     wait_until(server, lambda: any("reads too slowly" in line for line in server.lines), 120.0)
     wait_until(server, lambda: not server.peers.generator.running)

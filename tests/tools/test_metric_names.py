@@ -48,7 +48,7 @@ def test_the_page_lists_every_metric() -> None:
 
 
 def test_the_page_of_the_fleet_lists_every_metric_of_agents() -> None:
-    report = HeartbeatResponse(agent_id="one", incarnation="1", state="IDLE")
+    report = HeartbeatResponse(agent_id="one", incarnation="1", state="IDLE", gpu_utilization=0.5, gpu_memory_free=1)
     text = AgentMetrics(lambda: 0.0).render(report, 0).decode()
     kinds = dict(re.findall(r"^# TYPE (\w+) (\w+)$", text, re.M))
     texts = dict(re.findall(r"^# HELP (\w+) (.+)$", text, re.M))
