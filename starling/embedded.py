@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -258,6 +259,7 @@ class Embedded:
         try:
             self._compute_step()
         except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # kept errors must not keep the arenas mapped after `close`
             with self._lock:
                 failed = self._fail_running(partial(_internal_error, "computing has raised", error))
                 self._idle_steps = 0
@@ -441,10 +443,9 @@ class Embedded:
         """
         self._owner.refuse_in_callback("close")
         with self._lock:
-            if self._parts is not None:
-                self._parts = None  # so that a thread in `run` leaves the ownership
-                message = "the engine was closed before the request had ended"
-                self._fail_running(partial(StarlingError, "DRAINING", message))
+            self._parts = None  # so that a thread in `run` leaves the ownership
+            message = "the engine was closed before the request had ended"
+            self._fail_running(partial(StarlingError, "DRAINING", message))
         while not self._owner.own(self._stack.close, wait=True):
             pass
 

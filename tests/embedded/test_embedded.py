@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import tempfile
@@ -403,6 +404,31 @@ def test_a_directory_of_arenas_that_cannot_be_made_is_a_resource_error(model_pat
 
 
 @pytest.mark.slow
+def test_closing_unmaps_everything_after_a_step_that_failed(
+    model_path: Path, arenas: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the error and the results are kept."""
+
+    def fail(step: int) -> int:
+        raise MemoryError
+
+    config = resolve({"server": {"arena_dir": str(arenas)}}, {})
+    engine = Embedded.load(model_path, config=config, kv_cache_mb=4)
+    request_id = engine.submit([1, 2, 3], max_tokens=50)
+    monkeypatch.setattr(engine._open_parts().group, "compute", fail)
+    with pytest.raises(MemoryError) as caught:
+        engine.generate([1, 2, 3], max_tokens=50)
+    monkeypatch.undo()
+    result = engine.poll(request_id)
+    gc.disable()
+    try:
+        engine.close()
+        assert not maps(arenas)
+    finally:
+        gc.enable()
+    assert result.error is not None and result.error.__cause__ is caught.value
+
+
 def test_closing_leaves_nothing_behind(model_path: Path, arenas: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after Ctrl-C in `close`, which a second call completes."""
 
@@ -417,10 +443,11 @@ def test_closing_leaves_nothing_behind(model_path: Path, arenas: Path, monkeypat
     assert len(own) == 2
     request_id = engine.submit([1, 2, 3], max_tokens=50, ignore_eos=True)
     engine.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._owner, "own", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            engine.close()
+    for place, name in ((engine, "_fail_running"), (engine._owner, "own")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.close()
     engine.close()
     engine.close()
     assert not own & set(threading.enumerate())
