@@ -204,7 +204,7 @@ class Tries:
         self.failure: Refusal | StarlingError | None = None  # the last one
         self._failing_since: float | None = None
         self._load_s = 0.0  # that the longest load for it took since it began to fail, s
-        self._was_load_vain = False  # no engine of its version has been there since a load for it
+        self._was_load_vain = False  # no engine of its version has been there since its own load
 
     @property
     def may_copy(self) -> bool:
@@ -324,9 +324,12 @@ class Tries:
         """Whether its model may be loaded for it: an answer that has begun has one load in vain, not one per agent."""
         return not (self.version and self._was_load_vain)
 
-    def loaded(self, seconds: float) -> None:
-        """Its model was loaded, which took so long: of one load, that time is none in which no agent was there."""
-        self._was_load_vain = True
+    def loaded(self, seconds: float, *, is_own: bool) -> None:
+        """Its model was loaded, which took so long: of one load, that time is none in which no agent was there.
+
+        `is_own`: at the agent that was chosen for it; false: it waited for the load of others, at another agent.
+        """
+        self._was_load_vain = self._was_load_vain or is_own
         self._waited_for(seconds)
 
     def sent(self) -> None:

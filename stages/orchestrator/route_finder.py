@@ -221,7 +221,8 @@ class RouteFinder:
                 self._router.room.leave(turn)
         try:
             await waiter
-            tries.loaded(self._clock() - begun)
+            # What was loaded elsewhere, for others, is no sign that the route's agent has another version, too.
+            tries.loaded(self._clock() - begun, is_own=agents[-1] == route.agent_id)
         except StarlingError as error:
             # The load that was joined may be at another agent than the route's, which must not count as unfit.
             seconds = self._clock() - begun

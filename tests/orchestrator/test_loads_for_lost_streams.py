@@ -36,13 +36,19 @@ class Lost:
         registry = Registry(poll, self.clock)
         bounds = Bounds(1.0, MOVE_S)
         cold = self.loader.cold
-        relay = Relay(WatchedClient(), self.routing, registry, cold, bounds, self.clock, self.clock.wait)
+        self.relay = Relay(WatchedClient(), self.routing, registry, cold, bounds, self.clock, self.clock.wait)
+        self.tries = lost_stream(self.clock)
+
+    def find(self) -> None:
+        """It looks for an agent."""
         sent = Forward(routed=request(), path="/v1/generate", body=b"{}", headers={})
-        self.finding = asyncio.ensure_future(relay.routes.find(sent, lost_stream(self.clock), None))
+        self.finding = asyncio.ensure_future(self.relay.routes.find(sent, self.tries, None))
 
     async def load(self, took_s: float, error: StarlingError | None = None, version: str = "f32") -> None:
         """The load that is under way ends, or has brought the model with this KV type."""
-        await self.loader.begun(MODEL)
+        while MODEL not in self.loader.ends:
+            assert not self.finding.done()
+            await asyncio.sleep(0)
         self.clock.now += took_s
         name = self.loader.calls[-1][0]
         end = self.loader.ends.pop(MODEL)
@@ -64,14 +70,32 @@ class Lost:
 
 async def test_a_stream_whose_version_is_nowhere_loads_its_model_once() -> None:
     made = Lost("B", "C", "D")
+    made.find()
     await made.load(LOAD_S)
     with pytest.raises(ModelUnavailable, match="stopped answering"):
         await made.result()
     assert LOAD_S + MOVE_S <= made.clock.now <= LOAD_S + MOVE_S + 1.0
 
 
+async def test_a_load_of_others_elsewhere_is_not_the_one_load_of_a_stream() -> None:
+    """It is at an agent that cannot have the stream's version."""
+    made = Lost("B", "C")
+    made.views["B"] = view("B", engine("other", numerics=2), cached_models=(cached(),))
+    made.routing.update_routing_table(list(made.views.values()))
+    other = made.loader.wait(MODEL, "B")
+    await made.loader.begun(MODEL)
+    made.find()
+    while made.loader.cold.n_waiting != 2:
+        await asyncio.sleep(0)
+    await made.load(LOAD_S)
+    assert await other == "B"
+    await made.load(LOAD_S, version="f16")
+    assert (await made.result()).agent_id == "C"
+
+
 async def test_only_the_time_of_one_load_does_not_count_for_a_stream_that_is_lost() -> None:
     made = Lost("B", "C", "D")
+    made.find()
     for _ in "BC":
         await made.load(LOAD_S, ModelUnavailable("damaged"))
     with pytest.raises(ModelUnavailable, match="damaged"):
@@ -81,6 +105,7 @@ async def test_only_the_time_of_one_load_does_not_count_for_a_stream_that_is_los
 async def test_a_stream_waits_for_the_store_without_which_nothing_is_loaded() -> None:
     """That is no agent's failure: as soon as the store answers, an agent is asked."""
     made = Lost("B", "C")
+    made.find()
     while made.clock.now < MOVE_S / 2:
         await made.load(0.0, NotRefused("the store does not answer"))
         assert not made.loader.cold.failed_at(MODEL)
