@@ -31,8 +31,9 @@ RETRY_S = 0.5  # for an engine that has ended, or an adapter that may leave
 MOST_WAITS = 20  # of RETRY_S, for an adapter that may leave: others are loading, or have requests
 LEAST_START_S = 0.01  # of an engine, besides reading its model: disks may be faster than a score expects
 CHECKS = 3  # polls of an agent that has loaded a model: on a busy host an answer may be late
-REFUSED_S = 3600.0  # for which models need not leave in vain: other processes of a host may end
+REFUSED_S = 600.0  # for which models need not leave in vain: other processes of a host may end
 ADAPTERS = "adapters"  # param of an agent's refusal that ends when another adapter of the model leaves
+MAX_MODELS = "fleet.agent.max_models"  # param of one that ends when any other model leaves
 
 
 class AgentCalls:
@@ -178,6 +179,7 @@ class ModelChanges:
         finally:
             if signed is not None:
                 self._signer.end(agent_id, base)
+        self._refused.pop((model, agent_id), None)
         self._events.add("loaded", agent=agent_id, model=model, text=f"{self._clock() - begun:.1f} s")
         for _ in range(CHECKS):  # requests that wait would load it once more, elsewhere, while it is not known
             if await self._check_agent(agent_id):
@@ -240,7 +242,8 @@ class ModelChanges:
         if self._is_in_vain(record, model):
             return ""
         found = eviction.idle_model(agent_id, besides)
-        if not found:
+        # A place is free when any model has left: another load, that the table does not have yet, has taken it.
+        if not found and error.param != MAX_MODELS:
             now = self._clock()
             self._refused = {key: one for key, one in self._refused.items() if one[2] > now}
             beside = eviction.remaining(agent_id, besides)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from pipeline.fleet.bodies import LoadModelResponse, ModelState
 from pipeline.fleet.records import AgentRecord
 from stages.orchestrator.fleet_api import EventLog
 from stages.orchestrator.forward import Forward, NotRefused, StillLoading, Tries
-from stages.orchestrator.model_changes import REFUSED_S, ModelChanges
+from stages.orchestrator.model_changes import MAX_MODELS, REFUSED_S, ModelChanges
 from stages.orchestrator.rates import START_S
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.router import ScoreRouter
@@ -114,9 +115,12 @@ async def test_no_model_leaves_for_a_further_copy(tmp_path: Path) -> None:
 async def test_models_do_not_leave_again_for_one_that_did_not_fit_without_them(tmp_path: Path) -> None:
     class Full(Agent):
         left: list[str] = []
+        has_room = False
 
         async def post(self, record: AgentRecord, path: str, body: bytes, timeout_s: float) -> bytes:
             if path == "/load_model":
+                if self.has_room:
+                    return b"{}"
                 raise ResourceError("unload a model", "model_id")
             self.left.append(msgspec.json.decode(body)["model_id"])
             return b"{}"
@@ -143,6 +147,38 @@ async def test_models_do_not_leave_again_for_one_that_did_not_fit_without_them(t
     routing.update_routing_table(views)
     assert sorted(await refused()) == ["idle", "placed"]
     assert await refused() == []
+    # It has fitted since.
+    agent.has_room = True
+    await changes.load("one", MODEL)
+    agent.has_room = False
+    assert sorted(await refused()) == ["idle", "placed"]
+
+
+async def test_a_model_whose_place_another_load_has_taken_may_displace_that_one_later(tmp_path: Path) -> None:
+    """Both loads make the same model leave, and the table has neither of them."""
+
+    class OnePlace(Agent):
+        held = {"idle"}
+
+        async def post(self, record: AgentRecord, path: str, body: bytes, timeout_s: float) -> bytes:
+            name = msgspec.json.decode(body)["model_id"]
+            if path == "/unload_model":
+                self.held.discard(name)
+            elif self.held:
+                raise ResourceError("unload a model", MAX_MODELS)
+            else:
+                self.held.add(name)
+            return b"{}"
+
+    agent = OnePlace()
+    routing = router(view("one", engine("idle"), max_models=1))
+    changes, _ = await made(tmp_path, agent, routing)
+    loads = [changes.load("one", name, "idle") for name in ("other", MODEL)]
+    _, refused = await asyncio.gather(*loads, return_exceptions=True)
+    assert isinstance(refused, ResourceError) and agent.held == {"other"}
+    routing.update_routing_table([view("one", engine("other"), max_models=1)])
+    await changes.load("one", MODEL, "other")
+    assert agent.held == {MODEL}
 
 
 def test_no_other_agent_begins_a_load_that_one_goes_on_with() -> None:
