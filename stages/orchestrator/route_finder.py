@@ -86,7 +86,8 @@ class RouteFinder:
             if route.engine is None:
                 unasked = tries.excluded - tries.awaited if tries.version else ()
                 is_continued = bool(tries.version) and not (forward.can_replay or forward.is_bound)
-                if is_continued or not tries.may_load or (tries.was_lost and tries.is_late(self._bounds)):
+                is_vain = route.evict is not None and not tries.may_load  # else engines of its version are full
+                if is_continued or is_vain or (tries.was_lost and tries.is_late(self._bounds)):
                     tries.excluded.add(route.agent_id)  # an engine that is loaded now does not have it, or is too late
                 elif unasked:
                     await self._ask_after(min(unasked), route, forward, tries)

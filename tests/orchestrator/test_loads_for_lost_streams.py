@@ -25,13 +25,13 @@ LOAD_S = 100.0  # that a load takes, which is longer
 class Lost:
     """A stream whose agent is gone, and agents that must load its model first."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, max_per_agent: int = 100) -> None:
         async def poll(record: object) -> HeartbeatResponse:
             return heartbeat("A")
 
         self.loader, self.clock = Loader(), Clock()
         self.views = {name: view(name, cached_models=(cached(),)) for name in names}
-        self.routing = router(*self.views.values())
+        self.routing = router(*self.views.values(), max_per_agent=max_per_agent)
         self.routing.loading_at, self.routing.failed_at = self.loader.cold.agents_of, self.loader.cold.failed_at
         registry = Registry(poll, self.clock)
         bounds = Bounds(1.0, MOVE_S)
@@ -91,6 +91,17 @@ async def test_a_load_of_others_elsewhere_is_not_the_one_load_of_a_stream() -> N
     assert await other == "B"
     await made.load(LOAD_S, version="f16")
     assert (await made.result()).agent_id == "C"
+
+
+async def test_a_stream_whose_version_was_loaded_and_is_full_may_wait_for_a_further_copy() -> None:
+    made = Lost("B", "C", max_per_agent=1)
+    made.find()
+    await made.load(LOAD_S, version="f16")
+    other = made.routing.choose(request("other"))
+    made.routing.begin(other, request("other"))
+    assert not made.finding.done()
+    await made.load(LOAD_S, version="f16")
+    assert {other.agent_id, (await made.result()).agent_id} == {"B", "C"}
 
 
 async def test_only_the_time_of_one_load_does_not_count_for_a_stream_that_is_lost() -> None:
