@@ -251,14 +251,11 @@ class Tries:
         self.visited.discard(agent_id)
         self.not_held = refusal
 
-    def not_loaded(
-        self, forward: Forward, agent_id: str, error: StarlingError, seconds: float, *, is_further: bool = False
-    ) -> None:
-        """The agent cannot load the model, or a further copy, which it took so long to find out.
+    def not_loaded(self, forward: Forward, agent_id: str, error: StarlingError, *, is_further: bool = False) -> None:
+        """The agent cannot load the model, or a further copy.
 
         Raises the error if there is no use in asking another one.
         """
-        self._waited_for(seconds)
         asked = self.routed(forward)
         if isinstance(error, StillLoading) and is_further:
             self.was_copy_late = True  # others have the model
@@ -324,20 +321,20 @@ class Tries:
         """Whether its model may be loaded for it: an answer that has begun has one load in vain, not one per agent."""
         return not (self.version and self._was_load_vain)
 
-    def loaded(self, seconds: float, *, is_own: bool) -> None:
-        """Its model was loaded, which took so long: of one load, that time is none in which no agent was there.
+    def loaded(self, *, is_own: bool) -> None:
+        """Its model was loaded.
 
         `is_own`: at the agent that was chosen for it; false: it waited for the load of others, at another agent.
         """
         self._was_load_vain = self._was_load_vain or is_own
-        self._waited_for(seconds)
 
     def sent(self) -> None:
         """An engine gets it."""
         self.count += 1
         self._was_load_vain = False
 
-    def _waited_for(self, seconds: float) -> None:
+    def waited_for_load(self, seconds: float) -> None:
+        """It has waited for a load: of the longest one, that time is none in which no agent was there."""
         if self._failing_since is not None:
             self._load_s = max(self._load_s, seconds)
 

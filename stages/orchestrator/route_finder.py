@@ -87,7 +87,7 @@ class RouteFinder:
                 unasked = tries.excluded - tries.awaited if tries.version else ()
                 is_continued = bool(tries.version) and not (forward.can_replay or forward.is_bound)
                 is_vain = route.evict is not None and not tries.may_load  # else engines of its version are full
-                if is_continued or is_vain or (tries.was_lost and tries.is_late(self._bounds)):
+                if is_continued or is_vain or (tries.was_lost and self._is_late(route, request.model, tries)):
                     tries.excluded.add(route.agent_id)  # an engine that is loaded now does not have it, or is too late
                 elif unasked:
                     await self._ask_after(min(unasked), route, forward, tries)
@@ -110,6 +110,10 @@ class RouteFinder:
         if tries.claim is not None:
             self._claims.leave(tries.claim)
             tries.claim = None
+
+    def _is_late(self, route: Route, model: str, tries: Tries) -> bool:
+        """Whether a request may begin no load any more: it may join one that its agent has begun."""
+        return tries.is_late(self._bounds) and route.agent_id not in self._cold.agents_of(model)
 
     async def _has_claim(self, route: Route, forward: Forward, tries: Tries) -> bool:
         """Whether the request may be sent to the route's agent; else it must be chosen again, and may have to wait."""
@@ -214,6 +218,7 @@ class RouteFinder:
             if cancelled.done():
                 raise cancelled_by_client()
         finally:
+            tries.waited_for_load(self._clock() - begun)
             waiter.cancel()
             self._loading[forward.id].discard(cancelled)
             if not self._loading[forward.id]:
@@ -223,11 +228,10 @@ class RouteFinder:
         try:
             await waiter
             # What was loaded elsewhere, for others, is no sign that the route's agent has another version, too.
-            tries.loaded(self._clock() - begun, is_own=agents[-1] == route.agent_id)
+            tries.loaded(is_own=agents[-1] == route.agent_id)
         except StarlingError as error:
             # The load that was joined may be at another agent than the route's, which must not count as unfit.
-            seconds = self._clock() - begun
-            tries.not_loaded(forward, agents[-1], error, seconds, is_further=turn is not None)
+            tries.not_loaded(forward, agents[-1], error, is_further=turn is not None)
             if not isinstance(error, NotRefused):  # which is logged where it is found
                 log.warning("a model was not loaded", extra={"model": model, "agent": agents[-1], "reason": str(error)})
 

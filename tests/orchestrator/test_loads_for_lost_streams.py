@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pipeline.errors import ModelUnavailable, StarlingError
+from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
 from pipeline.fleet.bodies import HeartbeatResponse
 from pipeline.fleet.records import AgentRecord
 from stages.orchestrator import route_finder
@@ -111,6 +111,42 @@ async def test_only_the_time_of_one_load_does_not_count_for_a_stream_that_is_los
         await made.load(LOAD_S, ModelUnavailable("damaged"))
     with pytest.raises(ModelUnavailable, match="damaged"):
         await made.result()
+
+
+async def test_a_stream_that_is_late_begins_no_load_but_joins_one() -> None:
+    made = Lost("B")
+    other = made.loader.wait(MODEL, "B")
+    await made.loader.begun(MODEL)
+    made.clock.now += MOVE_S
+    made.find()
+    while made.loader.cold.n_waiting != 2:
+        assert not made.finding.done()
+        await asyncio.sleep(0)
+    await made.load(LOAD_S, version="f16")
+    assert (await made.result()).agent_id == await other == "B"
+
+
+async def test_time_in_a_load_that_a_stream_leaves_for_room_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine that has room refuses it, and the load that it left has failed."""
+    monkeypatch.setattr(route_finder, "COMMENT_S", 1000.0)
+    made = Full("B")
+    tries = lost_stream(made.clock)
+    begun = made.find("begun", tries)
+    await made.waiting(1)
+    made.clock.now += 2000.0  # more than its bound
+    made.end()
+    assert await begun == "A"
+    made.loader.ends.pop(MODEL).set_exception(ModelUnavailable("damaged"))
+    while made.cold.under_way:
+        await asyncio.sleep(0)
+    tries.failed("A", Overloaded("others have come"))
+    again = made.find("begun", tries)
+    while not made.cold.n_waiting:
+        assert not again.done()
+        await asyncio.sleep(0)
+    await made.waiting(1)
+    made.loaded("B")
+    assert await again == "B"
 
 
 async def test_a_stream_waits_for_the_store_without_which_nothing_is_loaded() -> None:

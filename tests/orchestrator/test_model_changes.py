@@ -185,7 +185,7 @@ def test_no_other_agent_begins_a_load_that_one_goes_on_with() -> None:
     tries = Tries(lambda: 0.0)
     forward = Forward(routed=request(), path="/v1/generate", body=b"{}", headers={})
     with pytest.raises(StillLoading):
-        tries.not_loaded(forward, "one", StillLoading("it is slow"), 0.0)
+        tries.not_loaded(forward, "one", StillLoading("it is slow"))
     assert not tries.unfit
 
 
