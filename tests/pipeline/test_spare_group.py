@@ -180,22 +180,23 @@ def test_a_version_waits_for_no_spare_that_still_prepares(world: World, tmp_path
     stop(world)
 
 
-def watches(pid: int) -> bool:
-    """Whether a process has the watch of a file."""
+def watches(pid: int) -> int:
+    """How many watches of files a process has."""
     links = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):
             links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
-    return any("inotify" in link for link in links)
+    return sum("inotify" in link for link in links)
 
 
 def test_the_supervisor_watches_for_the_spare_and_a_version_closes_no_watch(world: World, tmp_path: Path) -> None:
     reader, writer = os.pipe()
     (tmp_path / "file").touch()
+    inherited = watches(os.getpid())
 
     def run(version: ModelVersion) -> Callable[[], int]:
         def body() -> int:
-            os.write(writer, str(int(watches(os.getpid()))).encode())
+            os.write(writer, str(int(watches(os.getpid()) > inherited)).encode())
             signal.pause()
             return 0
 
@@ -206,13 +207,13 @@ def test_the_supervisor_watches_for_the_spare_and_a_version_closes_no_watch(worl
 
     group = fork_spare("worker", world.config, run, 0.0, prepare)
     deadline = time.monotonic() + WAIT_S
-    while not (group.is_prepared and watches(group.pid)):
+    while not (group.is_prepared and watches(group.pid) > inherited):
         assert time.monotonic() < deadline
     (waiting,) = procfs.children(group.pid)
-    assert not watches(waiting)  # its last close would wait, and the version for that
+    assert watches(waiting) == inherited  # its last close would wait, and the version for that
     assert group.give(make("stay", 2, "loading"))
     assert os.read(reader, 1) == b"0"
-    while watches(group.pid):  # of which there are few for each user
+    while watches(group.pid) > inherited:  # of which there are few for each user
         assert time.monotonic() < deadline
     os.kill(group.pid, signal.SIGKILL)
     os.waitpid(group.pid, 0)
