@@ -36,23 +36,6 @@ OPEN_METRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 ALL_TENANTS = "all"  # the label under which hidden tenants are added up
 
 
-def render(
-    config: Config,
-    own: Metrics | None = None,
-    shows_tenants: bool = True,
-    exemplars: Exemplars | None = None,
-    processes: ProcessTotals | None = None,
-    unready: Collection[str] = (),
-) -> bytes:
-    """Prometheus text of all stages' snapshots and of `own`; with `exemplars` in the format OpenMetrics.
-
-    `shows_tenants`: one series for each tenant, not a sum.  `processes`: of `own`; without it the counters of processes
-    that do not measure themselves begin anew with each process.  `unready`: stages that the caller finds not ready; the
-    record of a process that hangs still says that it is.
-    """
-    return prepare(config, own, shows_tenants, exemplars, processes, unready)()
-
-
 def prepare(
     config: Config,
     own: Metrics | None = None,
@@ -61,7 +44,13 @@ def prepare(
     processes: ProcessTotals | None = None,
     unready: Collection[str] = (),
 ) -> Callable[[], bytes]:
-    """The same in two parts: what is returned has copies of `own` and `exemplars`, and may be called in a thread."""
+    """What writes Prometheus text of all stages' snapshots and of `own`; with `exemplars` in the format OpenMetrics.
+
+    It has copies of `own` and `exemplars`, and may be called in a thread.  `shows_tenants`: one series for each tenant,
+    not a sum.  `processes`: of `own`; without it the counters of processes that do not measure themselves begin anew
+    with each process.  `unready`: stages that the caller finds not ready; the record of a process that hangs still says
+    that it is.
+    """
     stages = _stage_families(paths.run_dir(config), processes, unready)
     encoded = own.publish() if own is not None else b""
     skip = own.stage if own is not None else ""

@@ -132,9 +132,9 @@ def _status(config: Config) -> str:
 
 
 def _metrics(config: Config) -> str:
-    from pipeline.observe.exposition import render as exposition
+    from pipeline.observe.exposition import prepare
 
-    return exposition(config, shows_tenants=False).decode()
+    return prepare(config, shows_tenants=False)().decode()
 
 
 def _logs(log_bytes: int) -> Iterator[Part]:

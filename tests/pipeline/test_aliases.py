@@ -86,7 +86,7 @@ def exported(tmp_path: Path, *aliases: str, empty: bool = False) -> dict[str, di
         for stage in ("gateway", "kv"):
             for name, value in PROCESS.items():
                 metrics.set(f"starling_process_{name}", value if stage == "gateway" else 1, stage)
-    text = exposition.render(config, metrics).decode()
+    text = exposition.prepare(config, metrics)().decode()
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -176,7 +176,7 @@ def test_a_model_without_requests_has_series_of_vllm(tmp_path: Path) -> None:
     paths.arena_dir(config).mkdir(parents=True)
     metrics = Metrics("scheduler", None)
     metrics.set("starling_steps_total", 0, "new")
-    text = exposition.render(config, metrics).decode()
+    text = exposition.prepare(config, metrics)().decode()
     for line in (
         'vllm:generation_tokens_total{engine="0",model_name="new"} 0.0',
         'vllm:request_success_total{engine="0",finished_reason="error",model_name="new"} 0.0',

@@ -37,7 +37,7 @@ Sample = tuple[str, tuple[tuple[str, str], ...]]  # name, labels
 
 
 def scrape(config: Config, own: Metrics | None = None) -> dict[Sample, float]:
-    text = exposition.render(config, own).decode()
+    text = exposition.prepare(config, own)().decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -50,7 +50,7 @@ def test_tenants_are_added_up_where_they_are_hidden(config: Config, directory: P
     for tenant, tokens in (("a", 3.0), ("b", 4.0)):
         own.add("starling_tenant_tokens_total", tenant, amount=tokens)
     assert scrape(config, own)["starling_tenant_tokens_total", (("tenant", "a"),)] == 3
-    hidden = exposition.render(config, own, shows_tenants=False).decode()
+    hidden = exposition.prepare(config, own, shows_tenants=False)().decode()
     assert 'starling_tenant_tokens_total{tenant="all"} 7.0' in hidden
     assert 'tenant="a"' not in hidden
     assert scrape(config, own)["starling_tenant_tokens_total", (("tenant", "b"),)] == 4
@@ -173,7 +173,7 @@ def test_label_sets_are_bounded_over_many_lives(directory: Path) -> None:
 
 
 def test_every_family_is_exported_and_counters_begin_at_zero(config: Config, directory: Path) -> None:
-    text = exposition.render(config).decode()
+    text = exposition.prepare(config)().decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert {f"{name}_total" if one.type == "counter" else name for name, one in families.items()} == set(FAMILIES)
     found = scrape(config)
@@ -272,7 +272,7 @@ def test_stages_report_readiness_and_resource_use(config: Config) -> None:
     kv = ("stage", "kv")
     assert found["starling_stage_up", (kv,)] == 1
     assert found["starling_stage_ready", (kv,)] == 1
-    hung = exposition.render(config, unready={"kv"}).decode()
+    hung = exposition.prepare(config, unready={"kv"})().decode()
     assert 'starling_stage_up{stage="kv"} 1.0' in hung
     assert 'starling_stage_ready{stage="kv"} 0.0' in hung
     assert found["starling_process_resident_bytes", (kv,)] > 1e6
@@ -284,7 +284,7 @@ def test_stages_report_readiness_and_resource_use(config: Config) -> None:
     assert found["starling_edge_bytes_total", (("direction", "sent"), ("edge", "scheduler-kv"), kv)] == 0
     loop.close()
     assert ("starling_stage_up", (kv,)) not in scrape(config)
-    missing = exposition.render(config, unready={"kv"}).decode()
+    missing = exposition.prepare(config, unready={"kv"})().decode()
     assert 'starling_stage_up{stage="kv"} 0.0' in missing
     assert 'starling_stage_ready{stage="kv"} 0.0' in missing
 
@@ -367,4 +367,4 @@ def test_what_is_counted_while_a_text_is_rendered_is_in_the_next_one(config: Con
     count(0.3, 2)
     assert text() == expected
     assert b"req-0" in expected
-    assert b"req-2" in exposition.render(config, own, exemplars=exemplars)
+    assert b"req-2" in exposition.prepare(config, own, exemplars=exemplars)()
